@@ -1,0 +1,64 @@
+# `make quickstart` and `make test` work from a clean clone; a second call only does what has changed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+# One thread a process: parallelism comes from processes, and two oversubscribed threads spin against each other.
+export OMP_NUM_THREADS ?= 1
+
+BASE := runs/digits/base.safetensors
+
+.PHONY: help quickstart test lint types contract unit format clean
+
+help:
+	@echo "make quickstart   train the digits example and say where its results are (about three minutes, first time)"
+	@echo "make test         linters, types, import contract and all tests"
+	@echo "make format       format the code"
+	@echo "make clean        remove the environment and all results"
+
+quickstart: $(VENV)/.quickstart $(BASE)
+	$(BIN)/digenrl fit --config examples/digits/flow_grpo.yaml
+
+$(BASE): | $(VENV)/.quickstart
+	$(BIN)/python examples/digits/pretrain.py --output $@
+
+test: lint types contract unit
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+
+types: $(VENV)/.test
+	$(BIN)/mypy
+
+contract: $(VENV)/.test
+	$(BIN)/lint-imports
+
+unit: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+
+$(VENV)/.created:
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+# torch first: where pip offers a CPU build, its dependents then take it instead of a CUDA build.
+$(VENV)/.torch: $(VENV)/.created constraints.txt
+	$(PIP_INSTALL) torch
+	touch $@
+
+$(VENV)/.quickstart: $(VENV)/.torch pyproject.toml
+	$(PIP_INSTALL) --editable '.[examples]'
+	touch $@
+
+$(VENV)/.test: $(VENV)/.torch pyproject.toml
+	$(PIP_INSTALL) --editable '.[dev]'
+	touch $@ $(VENV)/.quickstart

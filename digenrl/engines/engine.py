@@ -1,0 +1,162 @@
+"""What starts workers and carries calls to them, and how workers pass objects to each other."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+class WorkerError(RuntimeError):
+    """A worker could not do its task; the message names the worker, the task and the cause."""
+
+
+class WorkerDied(WorkerError):
+    """A worker's process ended."""
+
+
+class WorkerTimeout(WorkerError):
+    """A worker did not finish a task before its deadline."""
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an error that was raised in a worker, shown as the cause of the error raised here."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class Task:
+    """A call on its way: the worker does its tasks in the order in which they were submitted."""
+
+    def __init__(self, worker: str, name: str, timeout_s: float) -> None:
+        self.worker = worker
+        self.name = name
+        self.timeout_s = timeout_s
+        self.deadline_s = time.monotonic() + timeout_s
+        self.is_done = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    def finish(self, value: Any = None, error: BaseException | None = None) -> None:
+        """Record the outcome."""
+        self.is_done, self._value, self._error = True, value, error
+
+    def result(self) -> Any:
+        """Give the returned value, or raise the error that the worker raised."""
+        assert self.is_done, "`result` of a task that is still running"
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def __str__(self) -> str:
+        return f"`{self.name}` on worker {self.worker}"
+
+
+@dataclass(frozen=True)
+class ObjectRef:
+    """Names an object that a worker keeps; only this travels through the driver."""
+
+    worker: str
+    address: Any
+    """Where the store finds the object; its form is the engine's own."""
+    num_bytes: int
+
+
+class ObjectStore(ABC):
+    """A worker's side of passing objects: the maker keeps an object until it is freed, any worker may read it."""
+
+    @abstractmethod
+    def put(self, value: Any) -> ObjectRef:
+        """Keep `value` for others to read."""
+
+    @abstractmethod
+    def get(self, ref: ObjectRef) -> Any:
+        """Read an object that some worker keeps. Its tensors may be shared memory: treat them as read-only."""
+
+    @abstractmethod
+    def free(self, refs: Sequence[ObjectRef]) -> None:
+        """Let go of objects that this worker keeps; readers that have them keep them."""
+
+
+WorkerFactory = Callable[[ObjectStore], Any]
+"""Makes the object whose methods are the worker's tasks; must be picklable by cloudpickle."""
+
+
+class Engine(ABC):
+    """Starts workers and carries calls to them. One thread of one process, the driver, owns it.
+
+    Lifecycle: `start` workers, `submit` and `wait` any number of times, `shutdown` once. Every task has a
+    deadline; a wait ends at the first one that passes.
+
+    Example:
+        >>> from digenrl.engines import InlineEngine
+        >>> class Adder:
+        ...     def __init__(self, store): pass
+        ...     def add(self, a, b): return a + b
+        >>> engine = InlineEngine()
+        >>> engine.start("adder-0", Adder)
+        >>> engine.call("adder-0", "add", 1, 2)
+        3
+        >>> engine.shutdown()
+    """
+
+    store: ObjectStore
+    """The driver's own access to what workers keep."""
+
+    def __init__(self, task_timeout_s: float = 3600.0) -> None:
+        self.task_timeout_s = task_timeout_s
+        self.bytes_received = 0
+        """Bytes of results that came to the driver; what a test of "the driver never holds a trajectory" counts."""
+
+    @abstractmethod
+    def start(self, worker: str, factory: WorkerFactory, *, env: Mapping[str, str] | None = None) -> None:
+        """Start a worker under a name that is not in use, with extra environment variables."""
+
+    @abstractmethod
+    def submit(self, worker: str, method: str, /, *args: Any, **kwargs: Any) -> Task:
+        """Queue a call of a method of the worker's object."""
+
+    @abstractmethod
+    def wait(self, tasks: Sequence[Task], timeout_s: float) -> list[Task]:
+        """Wait until a task is done or `timeout_s` seconds have passed; give the tasks that are done.
+
+        Raises:
+            WorkerTimeout: a task passed its deadline.
+        """
+
+    @abstractmethod
+    def kill(self, worker: str) -> None:
+        """End a worker at once; its tasks fail with `WorkerDied`."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End all workers. Safe to call twice."""
+
+    def gather(self, tasks: Sequence[Task]) -> list[Any]:
+        """Wait for all tasks and give their results in order; the first failure is raised at once."""
+        waiting = list(tasks)
+        while waiting:
+            for task in self.wait(waiting, timeout_s=0.2):
+                task.result()
+                waiting.remove(task)
+        return [task.result() for task in tasks]
+
+    def call(self, worker: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Submit a call and wait for its result."""
+        return self.gather([self.submit(worker, method, *args, **kwargs)])[0]
+
+    def _check_deadlines(self, tasks: Sequence[Task]) -> None:
+        now_s = time.monotonic()
+        for task in tasks:
+            if not task.is_done and now_s > task.deadline_s:
+                self._dump_stacks(task.worker)
+                raise WorkerTimeout(
+                    f"{task} did not finish within {task.timeout_s:g} s; raise `task_timeout_s` if it may take longer."
+                )
+
+    @abstractmethod
+    def _dump_stacks(self, worker: str) -> None:
+        """Have a worker print where it is, if it can."""

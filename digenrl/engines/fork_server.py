@@ -1,0 +1,120 @@
+"""A process that has imported the heavy libraries once and forks workers from there.
+
+A fork takes hundredths of a second and shares the imported pages, where a fresh interpreter takes seconds and
+its own copy. It is not `multiprocessing`'s server because that runs the user's main script again in every
+child. The driver sends requests over a socket pair and passes each worker its end of another.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import importlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from digenrl.engines.local_worker import serve
+
+_PRELOAD = ("torch", "lightning.pytorch", "cloudpickle", "digenrl.module")
+_MAX_REQUEST_BYTES = 1 << 17
+_PR_SET_PDEATHSIG = 1
+
+
+class ForkServer:
+    """The driver's side: starts the server on first use, asks it to fork, asks how a worker ended."""
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def fork(self, worker: str, connection: socket.socket, env: Mapping[str, str]) -> int:
+        """Fork a worker that serves `connection`; returns its process id."""
+        pid = self._request(("fork", worker, dict(env), sys.path), [connection.fileno()])
+        assert isinstance(pid, int)
+        return pid
+
+    def reap(self, pid: int) -> int:
+        """Wait for a worker that has ended or is about to; returns its exit code, negative for a signal."""
+        code = self._request(("reap", pid), [])
+        assert isinstance(code, int)
+        return code
+
+    def stop(self) -> None:
+        """End the server; its workers die with it."""
+        if self._socket is not None and self._process is not None:
+            self._socket.close()
+            self._process.wait()
+            self._socket = self._process = None
+
+    def _request(self, request: tuple[object, ...], fds: list[int]) -> object:
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        assert self._socket is not None
+        socket.send_fds(self._socket, [pickle.dumps(request)], fds)
+        return pickle.loads(self._socket.recv(_MAX_REQUEST_BYTES))
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-m", "digenrl.engines.fork_server", str(theirs.fileno())]
+        with theirs:
+            # Its own session: Ctrl-C reaches the driver alone, which then ends the workers in order.
+            self._process = subprocess.Popen(
+                command, env=env, pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL
+            )
+        self._socket = ours
+        atexit.register(self.stop)
+
+
+def main(fd: int) -> None:
+    """Serve requests until the driver closes its end or dies."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in _PRELOAD:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # else the first collection in a child would touch, and so copy, every shared page
+    server = socket.socket(fileno=fd)
+    while True:
+        message, fds, _, _ = socket.recv_fds(server, _MAX_REQUEST_BYTES, 1)
+        if not message:
+            return
+        match pickle.loads(message):
+            case ("fork", worker, env, path):
+                pid = os.fork()
+                if pid == 0:
+                    server.close()
+                    _run_worker(worker, fds[0], env, path)
+                os.close(fds[0])
+                server.send(pickle.dumps(pid))
+            case ("reap", pid):
+                _, status = os.waitpid(pid, 0)
+                server.send(pickle.dumps(os.waitstatus_to_exitcode(status)))
+
+
+def _run_worker(worker: str, fd: int, env: Mapping[str, str], path: list[str]) -> None:
+    die_with_parent()
+    os.environ.update(env)
+    sys.path[:] = path
+    try:
+        serve(worker, fd)
+    finally:
+        os._exit(1)  # never return into the server's loop
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies, however that dies (Linux)."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died in between
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,142 @@
+"""Workers as processes of this host."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import cloudpickle
+
+from digenrl.engines.engine import Engine, RemoteTraceback, Task, WorkerDied, WorkerFactory
+from digenrl.engines.fork_server import ForkServer
+from digenrl.engines.shared_memory import SharedMemoryStore
+
+_SLICE_S = 0.2  # longest wait without a look at signals and deadlines
+_STOP_S = 5.0  # what a worker gets to end by itself
+
+_fork_server = ForkServer()
+
+
+class _Process:
+    """The driver's view of one worker process."""
+
+    def __init__(self, pid: int, connection: Connection) -> None:
+        self.pid = pid
+        self.connection = connection
+        self.tasks: dict[int, Task] = {}
+
+
+class LocalEngine(Engine):
+    """Runs each worker in a process of its own, forked from a server that has the libraries imported (Linux).
+
+    Workers ignore Ctrl-C and die with the driver. Their errors are raised here as they were raised there, with
+    the worker's traceback as the cause. Several engines of one driver share the fork server.
+    """
+
+    def __init__(self, task_timeout_s: float = 3600.0) -> None:
+        super().__init__(task_timeout_s)
+        self._processes: dict[str, _Process] = {}
+        self._causes: dict[str, str] = {}
+        self._task_ids = itertools.count()
+        self.store = SharedMemoryStore("driver")
+
+    def start(self, worker: str, factory: WorkerFactory, *, env: Mapping[str, str] | None = None) -> None:
+        """Fork a process and let it make its object; an error in the factory is raised by the next task."""
+        assert worker not in self._processes, f"worker {worker} runs already"
+        ours, theirs = socket.socketpair()
+        with theirs:
+            pid = _fork_server.fork(worker, theirs, env or {})
+        self._causes.pop(worker, None)
+        self._processes[worker] = _Process(pid, Connection(ours.detach()))
+        self.call(worker, "__start__", factory)
+
+    def submit(self, worker: str, method: str, /, *args: Any, **kwargs: Any) -> Task:
+        """Send the call; fails at once if the worker has died."""
+        task = Task(worker, method.strip("_"), self.task_timeout_s)
+        process = self._processes.get(worker)
+        if process is None:
+            task.finish(error=self._death(task))
+            return task
+        task_id = next(self._task_ids)
+        process.tasks[task_id] = task
+        try:
+            process.connection.send_bytes(cloudpickle.dumps((task_id, method, args, kwargs)))
+        except OSError:
+            self._bury(worker)
+        return task
+
+    def wait(self, tasks: Sequence[Task], timeout_s: float) -> list[Task]:
+        """Receive results until one of `tasks` is done or the time is over."""
+        end_s = time.monotonic() + timeout_s
+        while not any(task.is_done for task in tasks):
+            self._check_deadlines(tasks)
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                break
+            self._receive(min(left_s, _SLICE_S))
+        return [task for task in tasks if task.is_done]
+
+    def kill(self, worker: str) -> None:
+        """Send SIGKILL and wait until the process is gone."""
+        process = self._processes.get(worker)
+        if process is not None:
+            os.kill(process.pid, signal.SIGKILL)
+            self._bury(worker)
+
+    def shutdown(self) -> None:
+        """Ask the workers to stop; kill those that do not within five seconds."""
+        for process in self._processes.values():
+            try:
+                process.connection.send_bytes(b"")
+            except OSError:  # it died before
+                continue
+        end_s = time.monotonic() + _STOP_S
+        while self._processes and time.monotonic() < end_s:
+            self._receive(_SLICE_S)
+        for worker in list(self._processes):
+            self.kill(worker)
+
+    def _receive(self, timeout_s: float) -> None:
+        workers = {process.connection: worker for worker, process in self._processes.items()}
+        for connection in wait(list(workers), timeout_s):
+            worker = workers[connection]  # type: ignore[index]
+            process = self._processes[worker]
+            try:
+                message = process.connection.recv_bytes()
+            except (EOFError, OSError):
+                self._bury(worker)
+                continue
+            self.bytes_received += len(message)
+            task_id, value, failure = pickle.loads(message)
+            task = process.tasks.pop(task_id)
+            if failure is None:
+                task.finish(value)
+            else:
+                error, text = failure
+                error.__cause__ = RemoteTraceback(f"in worker {worker}, task `{task.name}`:\n{text}")
+                task.finish(error=error)
+
+    def _bury(self, worker: str) -> None:
+        process = self._processes.pop(worker)
+        process.connection.close()
+        code = _fork_server.reap(process.pid)
+        self._causes[worker] = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        for task in process.tasks.values():
+            task.finish(error=self._death(task))
+
+    def _death(self, task: Task) -> WorkerDied:
+        return WorkerDied(
+            f"worker {task.worker} {self._causes.get(task.worker, 'is not running')}, task `{task.name}`."
+        )
+
+    def _dump_stacks(self, worker: str) -> None:
+        process = self._processes.get(worker)
+        if process is not None:
+            os.kill(process.pid, signal.SIGUSR1)  # prints its stacks to stderr

@@ -1,0 +1,77 @@
+"""What digenrl asks of a diffusion or flow model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+
+from digenrl.diffusion.noise import sample_noise
+from digenrl.types import Condition
+
+
+class DiffusionPolicy(nn.Module, ABC):
+    """A flow model seen as a policy: prompts in, velocity field, media out.
+
+    Constructing one is cheap and touches no weights: the process that drives a run constructs it and never
+    builds it. `build` loads or makes the weights and runs once in each process that computes. Rollout and
+    training call the same `velocity`, so their numerics cannot part.
+
+    Example:
+        >>> class Mine(DiffusionPolicy):
+        ...     latent_shape = (4, 8, 8)
+        ...     def build(self): self.net = load_my_network()
+        ...     def encode(self, prompts): return MyCondition(embed(prompts))
+        ...     def velocity(self, latents, sigma, condition): return self.net(latents, sigma * 1000, condition.x)
+        ...     def decode(self, latents): return (latents / 2 + 0.5).clamp(0, 1)
+    """
+
+    latent_shape: tuple[int, ...]
+    """Shape of one sample's latents, without the batch axis."""
+
+    @abstractmethod
+    def build(self) -> None:
+        """Create the submodules and load their weights; parameters to train have `requires_grad`."""
+
+    @abstractmethod
+    def encode(self, prompts: Sequence[str]) -> Condition:
+        """Turn B prompts into a condition of B rows."""
+
+    @abstractmethod
+    def velocity(self, latents: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
+        """Predict noise - data.
+
+        Args:
+            latents: [N, ...] float32 at `sigma`.
+            sigma: [N] float32 in [0, 1]; rows may sit at different noise levels. Scale it to the model's own
+                timestep here, in float32.
+            condition: N rows.
+
+        Returns:
+            [N, ...], any floating dtype.
+        """
+
+    @abstractmethod
+    def decode(self, latents: Tensor) -> Tensor:
+        """Turn final latents [B, ...] into media [B, (F), C, H, W] in [0, 1]."""
+
+    @abstractmethod
+    def sigmas(self, num_steps: int) -> Tensor:
+        """Give the schedule [num_steps + 1], float32, from 1 (or just below) to 0."""
+
+    def forward(self, latents: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
+        """Call `velocity` as a module, so that hooks of wrappers (sharding, compilation) run."""
+        return self.velocity(latents, sigma, condition)
+
+    def train(self, mode: bool = True) -> DiffusionPolicy:
+        """Stay in evaluation mode: dropout would make training score other steps than the rollout made."""
+        return super().train(False)
+
+    def initial_latents(self, seeds: Sequence[int]) -> Tensor:
+        """Draw the noise that B samples start from: [B, *latent_shape], float32, on the CPU."""
+        return sample_noise(seeds, "initial", self.latent_shape)
+
+    def blocks(self) -> Iterable[nn.Module]:
+        """Give the repeated blocks, the units for sharding and compilation; none by default."""
+        return ()

@@ -1,0 +1,566 @@
+"""The Lightning strategy that splits a run's devices into generators and trainers."""
+
+from __future__ import annotations
+
+import inspect
+import time
+import types
+import weakref
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import cloudpickle
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+from torch.optim import Optimizer
+
+from digenrl.data import PromptData
+from digenrl.engines import Engine, InlineEngine, LocalEngine
+from digenrl.module import DiffusionRLModule
+from digenrl.scheduling import cut_step
+from digenrl.strategies import skeleton
+from digenrl.strategies.driver import StepDriver, WorkerSpan
+from digenrl.strategies.lookahead import LookaheadLoader
+from digenrl.strategies.optimizers import OptimizerSpec, hyper_parameters
+from digenrl.strategies.pool import WorkerPool
+from digenrl.strategies.precision import RemotePrecision
+from digenrl.strategies.workers import Span, StepReport
+from digenrl.types import PromptBatch
+
+_ENGINES: dict[str, type[Engine]] = {"inline": InlineEngine, "local": LocalEngine}
+_PRECISIONS = ("32-true", "bf16-mixed")
+_WEIGHT_AVERAGING = ("WeightAveraging", "EMAWeightAveraging", "StochasticWeightAveraging")
+_DEVICES = {"CUDAAccelerator": "cuda", "CPUAccelerator": "cpu"}
+
+
+class DisaggregatedStrategy(Strategy):
+    """Run generation and training on separate workers, pipelined along the generation axis (arXiv:2606.24369).
+
+    Lightning's loops run unchanged in this process, the driver, which holds no weights: the module's parameters
+    are on the meta device here, and `state_dict` fetches them. One batch is one policy version is one
+    `global_step`, so callbacks, LR schedulers, gradient clipping, checkpoints and loggers work as in any script.
+    `Strategy.training_step` runs a whole RL step on the workers, `optimizer.step` is a call to the trainers.
+
+    Workers outlive `fit`, so that `validate`, `state_dict` and `save_checkpoint` afterwards see the trained
+    weights; `shutdown`, an error, another module or the end of the process ends them.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(strategy=DisaggregatedStrategy(generators=2, trainers=1), max_steps=100)
+    """
+
+    strategy_name = "disaggregated"
+
+    def __init__(
+        self,
+        generators: int = 1,
+        trainers: int = 1,
+        *,
+        engine: Literal["local", "inline"] = "local",
+        groups_per_micro_batch: int | Literal["all"] = 1,
+        generation_batch_size: int | None = None,
+        timestep_batch_size: int | Literal["all"] = "all",
+        trainer_assist: Literal["off"] = "off",
+        staleness: float = 0.0,
+        task_timeout_s: float = 3600.0,
+    ) -> None:
+        """Describe the workers and the pipeline; nothing is started.
+
+        Args:
+            generators: workers that make and score samples.
+            trainers: data-parallel workers that train.
+            engine: `"local"` runs each worker in a process of its own, `"inline"` all in this one, for debugging.
+            groups_per_micro_batch: prompt groups that are generated, scored and trained as a unit; `"all"` waits
+                for the whole step before training begins.
+            generation_batch_size: most samples that a generator makes at a time; None sets no bound.
+            timestep_batch_size: timesteps trained in one forward and backward (timestep parallelism).
+            trainer_assist: whether idle trainers generate; only `"off"` in this version.
+            staleness: largest fraction of a step made with the previous weights; only 0 in this version.
+            task_timeout_s: seconds after which a worker's task is given up; the error names both.
+
+        Raises:
+            ValueError: a setting outside its bounds.
+        """
+        for name, value in {
+            "generators": generators,
+            "trainers": trainers,
+            "generation_batch_size": generation_batch_size,
+            "groups_per_micro_batch": None if groups_per_micro_batch == "all" else groups_per_micro_batch,
+            "timestep_batch_size": None if timestep_batch_size == "all" else timestep_batch_size,
+        }.items():
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"`{name}` is a count and must be at least 1, got {value!r}.")
+        if engine not in _ENGINES:
+            raise ValueError(f"`engine` must be one of {', '.join(_ENGINES)}, got {engine!r}.")
+        if engine == "inline" and trainers > 1:
+            raise ValueError(
+                f"`trainers` must be 1 with engine `inline`, got {trainers}: ranks need processes of their own."
+            )
+        if trainer_assist != "off":
+            raise ValueError(f"`trainer_assist` must be `off` in this version, got {trainer_assist!r}.")
+        if staleness != 0:
+            raise ValueError(f"`staleness` must be 0 in this version, got {staleness}.")
+        if task_timeout_s <= 0:
+            raise ValueError(f"`task_timeout_s` must be above 0, got {task_timeout_s}.")
+        self.generators = generators
+        self.trainers = trainers
+        self.engine = engine
+        self.groups_per_micro_batch = groups_per_micro_batch
+        self.generation_batch_size = generation_batch_size
+        self.timestep_batch_size = timestep_batch_size
+        self.task_timeout_s = task_timeout_s
+        self.parallel_devices: list[torch.device] | None = None  # the Trainer sets these two
+        self.num_nodes = 1
+        self.policy_version = 0
+        """Optimizer steps that the trainers' weights have seen."""
+        self.last_step_spans: tuple[WorkerSpan, ...] = ()
+        """What each worker did in the last step, and when."""
+        self._worker_device = "cpu"
+        self._pool: WorkerPool | None = None
+        self._driver: StepDriver | None = None
+        self._loader: LookaheadLoader | None = None
+        self._module_blob: bytes | None = None
+        self._built_module: DiffusionRLModule | None = None
+        self._has_failed = False
+        self._window = _Window()
+        self._step_metrics: dict[str, float] = {}
+        # Not `accelerator=CPUAccelerator()`: that would make any explicit `Trainer(accelerator=...)` an error.
+        super().__init__()
+
+    # ---- a single process that computes nothing ------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """The driver's device; workers have their own."""
+        return torch.device("cpu")
+
+    @property
+    def is_global_zero(self) -> bool:
+        """There is one driver."""
+        return True
+
+    @property
+    def global_rank(self) -> int:
+        """There is one driver."""
+        return 0
+
+    def model_to_device(self) -> None:
+        """Leave the skeleton on the meta device."""
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Give back what the one driver has."""
+        return tensor
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for nobody."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Give back what the one driver has."""
+        return obj
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Give back what the one driver has."""
+        return tensor
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Leave prompts as they are: they hold no tensors."""
+        return batch
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Build nothing here."""
+        yield
+
+    # ---- what the Trainer was told -------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> RemotePrecision:
+        """Lightning's plugin, wrapped so that its hooks run and its arithmetic does not."""
+        if not isinstance(self._precision_plugin, RemotePrecision):
+            self._precision_plugin = RemotePrecision(self._precision_plugin or Precision())
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = plugin
+
+    @property
+    def accelerator(self) -> Accelerator | None:
+        """The driver's accelerator is always the CPU; the one that the Trainer chose is the workers'."""
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator | None) -> None:
+        self._accelerator = None if accelerator is None else CPUAccelerator()
+        if accelerator is not None:
+            self._worker_device = _DEVICES.get(type(accelerator).__name__, type(accelerator).__name__)
+
+    # ---- set-up, in Lightning's order ----------------------------------------------------------------------
+
+    def connect(self, model: Any) -> None:
+        """Take over the module; its `configure_model` runs on workers, and here a skeleton is installed."""
+        if not isinstance(model, DiffusionRLModule):
+            raise TypeError(
+                f"`DisaggregatedStrategy` trains a `DiffusionRLModule`, got {type(model).__name__}: "
+                "subclass it, or use another strategy."
+            )
+        if self._built_module is not model:
+            self.shutdown()
+        super().connect(model)
+        self._has_failed = False
+        model.configure_model = self._configure_model  # type: ignore[method-assign]
+
+    def setup_environment(self) -> None:
+        """Check what the user gave, then start the workers."""
+        trainer = self._trainer
+        self._check(trainer)
+        if self._pool is None:
+            engine = _ENGINES[self.engine](self.task_timeout_s)
+            self._pool = WorkerPool(
+                engine,
+                num_generators=self.generators,
+                num_trainers=self.trainers,
+                device=self._worker_device,
+                precision="bf16-mixed" if self.precision_plugin.precision == "bf16-mixed" else "32-true",
+            )
+            weakref.finalize(self, self._pool.shutdown)
+            self._pool.start_generators()
+        if trainer.state.fn == TrainerFn.FITTING and not self._pool.trainers:
+            self._pool.start_trainers()
+
+    def setup(self, trainer: Trainer) -> None:
+        """Connect trainers with generators and make the optimizer.
+
+        Lightning's own set-up would convert the module and move it to a device.
+        """
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if self._driver is None:
+            self.pool.connect_trainers(self.policy_version)
+        self.setup_optimizers(trainer)
+        self._driver = StepDriver(
+            self.pool.engine,
+            self.pool.generators,
+            self.pool.trainers,
+            policy_version=self.policy_version,
+            timestep_batch_size=None if self.timestep_batch_size == "all" else self.timestep_batch_size,
+        )
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Run the user's `configure_optimizers` on the skeleton and rebuild the optimizer on the trainers."""
+        super().setup_optimizers(trainer)
+        if len(self.optimizers) != 1:
+            raise ValueError(f"`configure_optimizers` must give one optimizer, got {len(self.optimizers)}.")
+        optimizer = self.optimizers[0]
+        self.pool.configure_optimizer(OptimizerSpec.of(optimizer, self.module))
+
+        def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            result = closure() if closure is not None else None
+            self._step_optimizer(optimizer)
+            return result
+
+        # On the instance: Lightning's `Precision.optimizer_step` then calls the hooks in its usual order.
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+        # Lightning clears gradients after `training_step`; here that would wipe what the trainers accumulated.
+        optimizer.zero_grad = types.MethodType(lambda _, set_to_none=True: None, optimizer)  # type: ignore[method-assign]
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Wrap the training data, so that a resume repeats exactly the batches that no optimizer step has seen."""
+        if self._trainer.state.fn == TrainerFn.FITTING and self._trainer.training:
+            self._loader = LookaheadLoader(dataloader)
+            return self._loader
+        return dataloader
+
+    def _check(self, trainer: Trainer) -> None:
+        """Find what cannot work before a worker starts."""
+        precision = self.precision_plugin.precision
+        if precision not in _PRECISIONS:
+            raise ValueError(
+                f"`precision` must be one of {', '.join(_PRECISIONS)} with this strategy, got {precision}."
+            )
+        if self._worker_device not in _DEVICES.values():
+            raise ValueError(f"`accelerator` must be cpu or cuda with this strategy, got {self._worker_device}.")
+        if self.num_nodes != 1:
+            raise ValueError(f"`num_nodes` must be 1 in this version, got {self.num_nodes}.")
+        num_devices = len(self.parallel_devices or [])
+        if self._worker_device == "cuda" and self.generators + self.trainers > num_devices:
+            raise ValueError(
+                f"`generators` + `trainers` need a device each, {self.generators} + {self.trainers} in all, "
+                f"but the Trainer has {num_devices}."
+            )
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if type(callback).__name__ in _WEIGHT_AVERAGING:
+                raise ValueError(
+                    f"callback `{type(callback).__name__}` averages the weights of this process, which has none "
+                    "under this strategy; remove it."
+                )
+        if isinstance(trainer.datamodule, PromptData) and trainer.state.fn == TrainerFn.FITTING:  # type: ignore[attr-defined]
+            self._micro_batch_groups(trainer.datamodule.prompts_per_step)  # type: ignore[attr-defined]
+
+    def _micro_batch_groups(self, num_groups: int) -> int:
+        if self.groups_per_micro_batch == "all":
+            return num_groups
+        size = self.groups_per_micro_batch
+        if num_groups % size != 0:
+            divisors = [value for value in range(1, num_groups + 1) if num_groups % value == 0]
+            below = max(value for value in divisors if value < size)
+            above = [value for value in divisors if value > size][:1]
+            nearest = " or ".join(str(value) for value in (below, *above))
+            raise ValueError(
+                f"`groups_per_micro_batch` must divide the {num_groups} prompts of a step, got {size}; "
+                f"the nearest that does is {nearest}."
+            )
+        if size * self.module.group_size < self.trainers:
+            raise ValueError(
+                f"a micro-batch of {size * self.module.group_size} samples cannot be split over {self.trainers} "
+                "trainers; raise `groups_per_micro_batch`."
+            )
+        return size
+
+    def _configure_model(self) -> None:
+        """Build the module on the workers that are new, and its skeleton here."""
+        module = self.module
+        if self._module_blob is None:
+            del module.configure_model  # the workers' copy keeps its own
+            self._module_blob = cloudpickle.dumps(module)
+            module.configure_model = self._configure_model  # type: ignore[method-assign]
+        if self._built_module is None or (self.pool.trainers and self._driver is None):
+            outlines = self.pool.build(self._module_blob)
+            if self._built_module is None:
+                skeleton.install(module, outlines)
+                module._remote = _RemoteModule(self)
+                self._built_module = module
+            if not any(parameter.requires_grad for parameter in module.parameters()):
+                raise ValueError("the policy has no parameter that requires a gradient: there is nothing to train.")
+
+    # ---- steps ---------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Run one RL step on the workers, up to the accumulated gradient; returns its loss, for logging."""
+        assert self._driver is not None, "`setup` makes the driver"
+        module, trainer = self.module, self._trainer
+        self._window.begin()
+        prompts = module.prompt_batch(batch)
+        num_groups = len(prompts) // module.group_size
+        micro_batches = cut_step(
+            prompts.step,
+            num_groups=num_groups,
+            group_size=module.group_size,
+            groups_per_micro_batch=self._micro_batch_groups(num_groups),
+            num_generators=self.generators,
+            generation_batch_size=self.generation_batch_size,
+        )
+        result = self._driver.run_step(
+            module,
+            prompts,
+            micro_batches,
+            policy_version=self.policy_version,
+            # Lightning divides the loss of a batch by the batches of the window.
+            num_rows=module.select_timesteps(prompts).numel() * trainer.accumulate_grad_batches,
+            poll=self._poll,
+        )
+        loss = result.loss * trainer.accumulate_grad_batches
+        module.log_step(prompts, result.rewards, result.advantages, loss, result.metrics)
+        module.next_step += 1
+        self._window.num_batches += 1
+        self._window.num_samples += len(prompts)
+        return torch.tensor(loss)
+
+    def validation_step(self, batch: Any, *args: Any) -> None:
+        """Run the module's `validation_step` on the generators and log what it logs."""
+        self._evaluate("validation_step", batch, *args)
+
+    def test_step(self, batch: Any, *args: Any) -> None:
+        """Run the module's `test_step` on the generators and log what it logs."""
+        self._evaluate("test_step", batch, *args)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: there is no such step yet."""
+        raise RuntimeError("`predict` is not available under `DisaggregatedStrategy`; use `module.sample(prompts)`.")
+
+    def _evaluate(self, hook: str, batch: Any, *args: Any) -> None:
+        for num_samples, call in self.pool.evaluate(hook, batch, *args):
+            self.module.log(call.name, call.value, **{"batch_size": num_samples, **call.kwargs})
+
+    def _step_optimizer(self, optimizer: Optimizer) -> None:
+        assert self._driver is not None
+        settings = hyper_parameters(optimizer)
+        reports = self.pool.optimizer_step(settings, *self.precision_plugin.take_clipping())
+        self.policy_version += 1
+        norm = next(iter(reports.values())).gradient_norm
+        publish_s = time.monotonic()
+        loads = self.pool.publish(
+            self.policy_version, must_change=norm > 0 and any(group["lr"] > 0 for group in settings)
+        )
+        sync = Span(publish_s, time.monotonic())
+        self._driver.expect_weights(loads, self.policy_version)
+        if self._loader is not None:
+            self._loader.commit(self._window.num_batches)
+        self._close_window(reports, norm, sync)
+
+    def _close_window(self, reports: Mapping[str, StepReport], gradient_norm: float, sync: Span) -> None:
+        """Sum up what the workers did since the window's first batch."""
+        assert self._driver is not None
+        step_s = self._window.seconds()
+        detail = f"version {self.policy_version}"
+        self.last_step_spans = (
+            *self._driver.take_spans(),
+            *(WorkerSpan(worker, "optimizer", detail, report.span) for worker, report in reports.items()),
+            *(WorkerSpan(worker, "sync", detail, sync) for worker in self.pool.trainers),
+        )
+
+        def busy_s(*tasks: str) -> float:
+            return sum(entry.span.seconds for entry in self.last_step_spans if entry.task in tasks)
+
+        num_samples = self._window.num_samples
+        self._step_metrics = {
+            "grad_norm": gradient_norm,
+            "policy_version": float(self.policy_version),
+            "time/step_s": step_s,
+            "time/generate_s": busy_s("generate"),
+            "time/score_s": busy_s("score"),
+            "time/update_s": busy_s("update"),
+            "time/sync_s": sync.seconds,
+            "util/generators": busy_s("generate", "score") / (step_s * self.generators),
+            "util/trainers": busy_s("update", "optimizer") / (step_s * self.trainers),
+            "throughput/samples_per_s": num_samples / step_s,
+            "throughput/samples_per_device_s": num_samples / step_s / (self.generators + self.trainers),
+        }
+        self._window = _Window()
+
+    def _poll(self) -> None:
+        # Lightning looks for SIGTERM between batches only, and a step may take minutes.
+        if self._trainer.received_sigterm:
+            raise SIGTERMException
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """The optimizer on the trainers must exist first."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Fetch the weights from the trainers."""
+        return self.pool.fetch_state_dict()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint; no code in it is run."""
+        accepted = inspect.signature(self.checkpoint_io.load_checkpoint).parameters
+        options = {"weights_only": True} if "weights_only" in accepted else {}  # Lightning 2.5 has no such option
+        return self.checkpoint_io.load_checkpoint(checkpoint_path, **options)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Send a checkpoint's weights to all workers."""
+        self.policy_version = checkpoint.get("global_step", 0)
+        self.pool.push_state_dict(checkpoint["state_dict"], strict)
+        self.pool.resume(self.policy_version, self.module.seed)
+        if self._driver is not None:
+            loads = self.pool.publish(self.policy_version, must_change=False)
+            self._driver.expect_weights(loads, self.policy_version)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Give the optimizer's settings, and its state fetched from the trainers."""
+        return {
+            "settings": hyper_parameters(self.optimizers[0]),
+            "state": self.pool.fetch_optimizer_state(),
+        }
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore the optimizer's settings here and its state on the trainers."""
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            for group, settings in zip(optimizer.param_groups, saved["settings"], strict=True):
+                group.update(settings)
+            self.pool.push_optimizer_state(saved["state"])
+
+    # ---- the end -------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Remember that steps were interrupted: the workers cannot be used again."""
+        self._has_failed = True
+
+    def teardown(self) -> None:
+        """Give the module its own `configure_model` back; end the workers only after an error."""
+        self.module.__dict__.pop("configure_model", None)
+        self.precision_plugin.inner.teardown()
+        self.checkpoint_io.teardown()
+        if self._has_failed:
+            self.shutdown()
+
+    def shutdown(self) -> None:
+        """End all workers; the module is left without weights, as before `fit`. Safe to call twice."""
+        if self._pool is not None:
+            self._pool.shutdown()
+        if self._built_module is not None:
+            self._built_module._remote = None
+            skeleton.remove(self._built_module)
+        self._pool = self._driver = self._loader = self._module_blob = self._built_module = None
+        self.policy_version = 0
+
+    @property
+    def pool(self) -> WorkerPool:
+        """The workers of the current run."""
+        if self._pool is None:
+            raise RuntimeError("the strategy has no workers: `fit` or `validate` starts them, an error ends them.")
+        return self._pool
+
+    @property
+    def module(self) -> DiffusionRLModule:
+        """The module being trained."""
+        assert isinstance(self._lightning_module, DiffusionRLModule), "`connect` checks the type"
+        return self._lightning_module
+
+    @property
+    def _trainer(self) -> Trainer:
+        return self.module.trainer
+
+
+class _Window:
+    """The batches of one optimizer step."""
+
+    def __init__(self) -> None:
+        self.num_batches = 0
+        self.num_samples = 0
+        self._start_s: float | None = None
+
+    def begin(self) -> None:
+        if self._start_s is None:
+            self._start_s = time.monotonic()
+
+    def seconds(self) -> float:
+        assert self._start_s is not None, "an optimizer step without a batch"
+        return time.monotonic() - self._start_s
+
+
+class _RemoteModule:
+    """What `DiffusionRLModule` asks when its weights are on workers."""
+
+    def __init__(self, strategy: DisaggregatedStrategy) -> None:
+        self._strategy = strategy
+
+    def fetch_state_dict(self) -> dict[str, Any]:
+        return self._strategy.pool.fetch_state_dict()
+
+    def push_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> None:
+        self._strategy.pool.push_state_dict(state_dict, strict)
+
+    def sample(self, prompts: PromptBatch) -> Tensor:
+        return self._strategy.pool.sample(prompts)
+
+    def step_metrics(self) -> dict[str, float]:
+        return self._strategy._step_metrics
+
+
+if DisaggregatedStrategy.strategy_name not in StrategyRegistry:
+    StrategyRegistry.register(
+        DisaggregatedStrategy.strategy_name,
+        DisaggregatedStrategy,
+        description="generation and training on separate workers",
+    )

@@ -1,0 +1,127 @@
+"""A loader that lets the strategy see batches before Lightning asks for them, and that resumes exactly."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from digenrl.data import PromptLoader
+
+
+class LookaheadLoader:
+    """Wraps the training data loader. Lightning iterates it as usual; `peek` shows what comes next.
+
+    Position: `state_dict` counts batches that were committed, that is, whose optimizer step was made; batches
+    that were yielded or peeked at since are given again after a resume. Peeking may cross one epoch border.
+
+    Example:
+        >>> loader = LookaheadLoader([[0], [1], [2]])
+        >>> batches = iter(loader)
+        >>> loader.peek(2), next(batches)
+        ([[0], [1]], [0])
+        >>> loader.commit(1)
+        >>> loader.state_dict()["num_committed"]
+        1
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self._epoch = -1
+        self._num_committed = 0
+        self._buffer: deque[tuple[int, Any]] = deque()
+        self._source: Iterator[Any] = iter(())
+        self._source_epoch = -1
+        self._rng_states: dict[int, torch.Tensor] = {}
+        self._resumed_rng_state: torch.Tensor | None = None
+        self._num_to_skip = 0
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> LookaheadLoader:
+        self._epoch += 1
+        # Lightning may leave an epoch early (`limit_train_batches`): what it did not take is not trained.
+        self._buffer = deque(entry for entry in self._buffer if entry[0] >= self._epoch)
+        if self._source_epoch < self._epoch:
+            self._open(self._epoch)
+        self._num_committed, self._num_to_skip = self._num_to_skip, 0
+        return self
+
+    def __next__(self) -> Any:
+        if self._buffer:
+            epoch, batch = self._buffer[0]
+            if epoch > self._epoch:
+                raise StopIteration
+            self._buffer.popleft()
+            return batch
+        if self._source_epoch > self._epoch:
+            raise StopIteration
+        return next(self._source)
+
+    def peek(self, num_batches: int) -> list[Any]:
+        """Give the next batches without taking them; fewer than asked for only behind the next epoch's end."""
+        while len(self._buffer) < num_batches:
+            try:
+                self._buffer.append((self._source_epoch, next(self._source)))
+            except StopIteration:
+                if self._source_epoch > self._epoch:
+                    break
+                self._open(self._epoch + 1)
+        return [batch for _, batch in list(self._buffer)[:num_batches]]
+
+    def commit(self, num_batches: int) -> None:
+        """Count batches as done: they will not come again after a resume."""
+        self._num_committed += num_batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the position of the committed batches, and the random state their epoch began with."""
+        return {
+            "epoch": self._epoch,
+            "num_committed": self._num_committed,
+            "rng_state": self._rng_states.get(self._epoch),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue after the last committed batch."""
+        is_epoch_over = _has_length(self.loader) and state_dict["num_committed"] >= len(self.loader)
+        self._buffer.clear()
+        self._source_epoch = -1
+        if is_epoch_over:
+            self._epoch = state_dict["epoch"]
+        else:
+            self._epoch = state_dict["epoch"] - 1
+            self._num_to_skip = state_dict["num_committed"]
+            self._resumed_rng_state = state_dict["rng_state"]
+
+    def _open(self, epoch: int) -> None:
+        """Start reading an epoch, behind the batches to skip."""
+        self._source_epoch = epoch
+        if isinstance(self.loader, PromptLoader):
+            self._source = self.loader.batches(epoch, start=self._num_to_skip)
+            return
+        if self._resumed_rng_state is not None:
+            torch.set_rng_state(self._resumed_rng_state)
+            self._resumed_rng_state = None
+        self._rng_states[epoch] = torch.get_rng_state()
+        self._rng_states.pop(epoch - 2, None)
+        for sampler in _samplers(self.loader):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+        source = iter(self.loader)
+        # The first batch now: samplers draw their order from the global random state when first asked.
+        first = list(itertools.islice(source, 1))
+        self._source = itertools.chain(first, source)
+        for _ in range(self._num_to_skip):
+            next(self._source)
+
+
+def _samplers(loader: Any) -> list[Any]:
+    return [getattr(loader, name) for name in ("sampler", "batch_sampler") if hasattr(loader, name)]
+
+
+def _has_length(loader: Any) -> bool:
+    return hasattr(loader, "__len__")

@@ -1,0 +1,97 @@
+"""Optimizers made in the driver, on parameters without weights, and bound to the real ones on a worker."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """An optimizer without its state; parameters are named."""
+
+    optimizer_class: type[torch.optim.Optimizer]
+    defaults: Mapping[str, Any]
+    groups: tuple[Mapping[str, Any], ...]
+    """Parameter groups, whose `"params"` are parameter names."""
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, module: nn.Module) -> OptimizerSpec:
+        """Describe an optimizer over `module`'s parameters.
+
+        Raises:
+            ValueError: the optimizer holds a parameter that is not the module's.
+        """
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in names:
+                    raise ValueError(
+                        f"`configure_optimizers` gave {type(optimizer).__name__} a parameter of shape "
+                        f"{list(parameter.shape)} that is not one of the module's."
+                    )
+        groups = tuple(
+            {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
+            for group in optimizer.param_groups
+        )
+        return cls(type(optimizer), dict(optimizer.defaults), groups)
+
+    def bind(self, module: nn.Module) -> torch.optim.Optimizer:
+        """Make the optimizer over the parameters of the same names."""
+        parameters = dict(module.named_parameters())
+        optimizer = self.optimizer_class.__new__(self.optimizer_class)
+        # Not `__init__`: its arguments need not be the defaults' names (AdamW's are not).
+        optimizer.__setstate__(
+            {
+                "defaults": dict(self.defaults),
+                "state": defaultdict(dict),
+                "param_groups": [
+                    {**group, "params": [parameters[name] for name in group["params"]]} for group in self.groups
+                ],
+            }
+        )
+        return optimizer
+
+
+def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Give each group's settings (learning rate and so on) without its parameters."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def named_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Give the optimizer's state by parameter name, on the CPU."""
+    return {
+        name: {
+            key: value.detach().cpu().clone() if isinstance(value, Tensor) else value
+            for key, value in optimizer.state[parameter].items()
+        }
+        for name, parameter in module.named_parameters()
+        if parameter in optimizer.state
+    }
+
+
+def load_named_state(
+    optimizer: torch.optim.Optimizer, module: nn.Module, state: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Replace the optimizer's state by one from `named_state`.
+
+    Raises:
+        ValueError: a name that is not one of the module's parameters.
+    """
+    parameters = dict(module.named_parameters())
+    unknown: Sequence[str] = sorted(set(state) - set(parameters))
+    if unknown:
+        raise ValueError(f"the checkpoint has optimizer state of unknown parameters: {', '.join(unknown[:5])}.")
+    optimizer.state.clear()
+    for name, entries in state.items():
+        parameter = parameters[name]
+        optimizer.state[parameter] = {
+            # `step` counters stay where the optimizer wants them: on the CPU unless it is capturable or fused.
+            key: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() > 0 else value
+            for key, value in entries.items()
+        }

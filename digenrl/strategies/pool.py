@@ -1,0 +1,197 @@
+"""The workers of a run: starting them, and talking to a group of them as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from digenrl.engines import Engine, Task
+from digenrl.strategies.optimizers import OptimizerSpec
+from digenrl.strategies.skeleton import ModuleOutline
+from digenrl.strategies.weight_planes import SharedMemoryPlane, WeightPlane, WeightSyncError
+from digenrl.strategies.workers import BuildReport, LogCall, Precision, StepReport, Worker
+from digenrl.types import PromptBatch
+
+
+class WorkerPool:
+    """Generators and trainers of one run.
+
+    Lifecycle: `start_generators` (and `start_trainers`, for training), `build`, then, for training,
+    `configure_optimizer` and any number of steps; `shutdown` ends the workers.
+    """
+
+    def __init__(
+        self, engine: Engine, *, num_generators: int, num_trainers: int, device: str, precision: Precision
+    ) -> None:
+        self.engine = engine
+        self.generators = tuple(f"generator-{index}" for index in range(num_generators))
+        self.trainers: tuple[str, ...] = ()
+        self._num_trainers = num_trainers
+        self._device = device
+        self._precision: Precision = precision
+        self._plane: WeightPlane = SharedMemoryPlane(engine)
+        self._built: set[str] = set()
+        self._rendezvous: TCPStore | None = None
+
+    # ---- set-up --------------------------------------------------------------------------------------------
+
+    def start_generators(self) -> None:
+        """Start the generators."""
+        for index, worker in enumerate(self.generators):
+            self.engine.start(worker, Worker, env=self._environment(index))
+
+    def start_trainers(self) -> None:
+        """Start the trainers."""
+        self.trainers = tuple(f"trainer-{rank}" for rank in range(self._num_trainers))
+        for rank, worker in enumerate(self.trainers):
+            self.engine.start(worker, Worker, env=self._environment(len(self.generators) + rank))
+
+    def build(self, module: bytes) -> tuple[ModuleOutline, ...]:
+        """Have the workers that are new build the pickled module; returns its outline.
+
+        Raises:
+            WeightSyncError: workers built different weights, trained ones aside, which are synchronized.
+        """
+        new = [worker for worker in (*self.generators, *self.trainers) if worker not in self._built]
+        tasks = [self.engine.submit(worker, "build", module, self._device, self._precision) for worker in new]
+        reports: list[BuildReport] = self.engine.gather(tasks)
+        for worker, report in zip(new, reports, strict=True):
+            if report.frozen_digest != reports[0].frozen_digest:
+                raise WeightSyncError(
+                    f"workers {new[0]} and {worker} built different frozen weights: `policy.build` must give the "
+                    "same ones in every process."
+                )
+        self._built.update(new)
+        return reports[0].outlines
+
+    def connect_trainers(self, version: int) -> None:
+        """Let the trainers meet, and give their weights to the generators."""
+        if self._num_trainers > 1:
+            self._rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = self._rendezvous.port if self._rendezvous is not None else 0
+        self.engine.gather(
+            [
+                self.engine.submit(
+                    trainer,
+                    "join_group",
+                    "127.0.0.1",
+                    port,
+                    rank,
+                    self._num_trainers,
+                    self.engine.task_timeout_s,
+                )
+                for rank, trainer in enumerate(self.trainers)
+            ]
+        )
+        self._plane.setup(self.trainers, self.generators)
+        self.engine.gather(list(self.publish(version, must_change=False).values()))
+
+    def configure_optimizer(self, spec: OptimizerSpec) -> None:
+        """Make the optimizer on all trainers."""
+        self._call(self.trainers, "configure_optimizer", spec)
+
+    def resume(self, version: int, seed: int) -> None:
+        """Have all workers continue at `version`."""
+        self._call([*self.generators, *self.trainers], "resume", version, seed)
+
+    # ---- steps ---------------------------------------------------------------------------------------------
+
+    def optimizer_step(
+        self,
+        settings: Sequence[Mapping[str, Any]],
+        clip_value: float,
+        clip_algorithm: Literal["norm", "value"],
+    ) -> dict[str, StepReport]:
+        """Step the optimizer of every trainer rank."""
+        reports = self._call(self.trainers, "optimizer_step", settings, clip_value, clip_algorithm)
+        return dict(zip(self.trainers, reports, strict=True))
+
+    def publish(self, version: int, *, must_change: bool) -> dict[str, Task]:
+        """Send the trainers' weights to the generators; returns each generator's load."""
+        return self._plane.publish(version, must_change=must_change)
+
+    # ---- evaluation ----------------------------------------------------------------------------------------
+
+    def evaluate(self, hook: str, batch: Sequence[Any], *args: Any) -> list[tuple[int, LogCall]]:
+        """Run an evaluation hook with the batch spread over the generators.
+
+        Returns:
+            What the hook logged, each with the number of samples it speaks for.
+        """
+        shares = {
+            generator: batch[start:stop]
+            for generator, (start, stop) in zip(self.generators, self._shares(len(batch)), strict=True)
+            if stop > start
+        }
+        tasks = [
+            self.engine.submit(generator, "evaluation_step", hook, share, *args) for generator, share in shares.items()
+        ]
+        logged = self.engine.gather(tasks)
+        return [(len(share), call) for share, calls in zip(shares.values(), logged, strict=True) for call in calls]
+
+    def sample(self, prompts: PromptBatch) -> Tensor:
+        """Make deterministic samples on the generators: media [B, (F), C, H, W] in [0, 1]."""
+        tasks = [
+            self.engine.submit(generator, "sample", prompts.select(slice(start, stop)))
+            for generator, (start, stop) in zip(self.generators, self._shares(len(prompts)), strict=True)
+            if stop > start
+        ]
+        return torch.cat(self.engine.gather(tasks))
+
+    # ---- state ---------------------------------------------------------------------------------------------
+
+    def fetch_state_dict(self) -> dict[str, Any]:
+        """Fetch the weights: the trainers', if there are any."""
+        return self._fetch((self.trainers or self.generators)[0], "state_dict")
+
+    def push_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> None:
+        """Replace the weights of all workers."""
+        self._push([*self.trainers, *self.generators], "load_state_dict", dict(state_dict), strict)
+
+    def fetch_optimizer_state(self) -> dict[str, Any]:
+        """Fetch the optimizer's state by parameter name."""
+        return self._fetch(self.trainers[0], "optimizer_state")
+
+    def push_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        """Replace the optimizer's state on all trainers."""
+        self._push(self.trainers, "load_optimizer_state", dict(state))
+
+    def shutdown(self) -> None:
+        """End all workers. Safe to call twice."""
+        self.engine.shutdown()
+        self._plane.close()
+        self._built.clear()
+
+    def _fetch(self, worker: str, method: str) -> dict[str, Any]:
+        ref = self.engine.call(worker, method)
+        # A copy: what was read is memory that the worker is about to give back.
+        state: dict[str, Any] = _clone_tensors(self.engine.store.get(ref))
+        self.engine.call(worker, "free", [ref])
+        return state
+
+    def _push(self, workers: Sequence[str], method: str, state: dict[str, Any], *args: Any) -> None:
+        ref = self.engine.store.put(state)
+        self._call(workers, method, ref, *args)
+        self.engine.store.free([ref])
+
+    def _call(self, workers: Sequence[str], method: str, *args: Any) -> list[Any]:
+        return self.engine.gather([self.engine.submit(worker, method, *args) for worker in workers])
+
+    def _shares(self, num_rows: int) -> list[tuple[int, int]]:
+        count = len(self.generators)
+        return [(index * num_rows // count, (index + 1) * num_rows // count) for index in range(count)]
+
+    def _environment(self, index: int) -> dict[str, str]:
+        return {"CUDA_VISIBLE_DEVICES": str(index)} if self._device == "cuda" else {}
+
+
+def _clone_tensors(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _clone_tensors(entry) for key, entry in value.items()}
+    return value

@@ -1,0 +1,68 @@
+"""How new weights get from the trainers to the generators."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from digenrl.engines import Task
+
+
+class WeightSyncError(RuntimeError):
+    """Weights did not arrive as they were sent, or there was nothing new to send."""
+
+
+class WeightPlane(ABC):
+    """Publishes versions of the trained weights. The driver owns it; workers move the bytes.
+
+    Loading is pull: a generator loads a version when it reaches the message, between trajectories, so a busy
+    generator never holds up a trainer. A generator acknowledges each load
+    once it has compared the digest of what it then holds.
+    """
+
+    @abstractmethod
+    def setup(self, trainers: Sequence[str], generators: Sequence[str]) -> None:
+        """Agree with the workers on what is transferred, and where."""
+
+    @abstractmethod
+    def publish(self, version: int, *, must_change: bool) -> dict[str, Task]:
+        """Have the trainers write version `version` and the generators load it.
+
+        Args:
+            version: of the weights that the trainers hold now.
+            must_change: whether weights equal to the last published ones are an error.
+
+        Returns:
+            The load of each generator, to be waited for; its result is the `Span` it took.
+
+        Raises:
+            WeightSyncError: `must_change`, and no tensor differs from the version before.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the transfer's memory."""
+
+
+def weights_digest(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Digest names, shapes and bits, in order; equal digests mean equal weights.
+
+    Two wrapping sums over a tensor's 32-bit words, one of them over every other word, run at memory speed where
+    the tensor is; names, shapes and sums are then hashed. Not meant to withstand forgery.
+    """
+    digest = blake2b(digest_size=16)
+    for name, tensor in named_tensors:
+        words = _words(tensor.detach())
+        sums = (int(words.sum(dtype=torch.int64)), int(words[::2].sum(dtype=torch.int64)))
+        digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype), sums)).encode())
+    return digest.hexdigest()
+
+
+def _words(tensor: Tensor) -> Tensor:
+    flat = tensor.contiguous().reshape(-1)
+    size = flat.element_size()
+    return flat.view({1: torch.int8, 2: torch.int16}.get(size, torch.int32))

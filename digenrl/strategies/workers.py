@@ -1,0 +1,358 @@
+"""What runs in a worker: a copy of the module, and the tasks that the driver calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Literal
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from digenrl.engines import ObjectRef, ObjectStore
+from digenrl.metrics import MetricValue, Reduction
+from digenrl.module import DiffusionRLModule
+from digenrl.strategies.optimizers import OptimizerSpec, load_named_state, named_state
+from digenrl.strategies.skeleton import ModuleOutline, describe
+from digenrl.strategies.weight_planes import ArenaLayout, WeightArena, WeightSyncError, weights_digest
+from digenrl.types import Prompt, PromptBatch, ScoredBatch, Trajectory
+
+Precision = Literal["32-true", "bf16-mixed"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """When a task ran, in seconds of the host's monotonic clock."""
+
+    start_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it ran."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What a worker built."""
+
+    outlines: tuple[ModuleOutline, ...]
+    frozen_digest: str
+    """Of everything that is not trained, and so never synchronized."""
+
+
+@dataclass(frozen=True)
+class GenerateReport:
+    """A trajectory was made and is kept by its maker."""
+
+    trajectory: ObjectRef
+    metrics: Mapping[str, MetricValue]
+    span: Span
+
+
+@dataclass(frozen=True)
+class ScoreReport:
+    """Rewards of a trajectory's samples."""
+
+    rewards: tuple[float, ...]  # [B]
+    metrics: Mapping[str, MetricValue]
+    span: Span
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """A micro-batch's gradient was accumulated."""
+
+    loss_sum: float
+    """Sum of the unreduced losses of this rank's rows."""
+    metrics: Mapping[str, MetricValue]
+    span: Span
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The optimizer was stepped."""
+
+    gradient_norm: float
+    """Before clipping."""
+    span: Span
+
+
+@dataclass(frozen=True)
+class LogCall:
+    """One `self.log` of a worker, to be repeated in the driver."""
+
+    name: str
+    value: Any
+    kwargs: Mapping[str, Any]
+
+
+class NonFiniteGradientError(RuntimeError):
+    """A gradient is NaN or infinite; the optimizer was not stepped."""
+
+
+class Worker:
+    """One worker's tasks. Generators and trainers run the same class: an assisting trainer generates, too."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._module: DiffusionRLModule
+        self._device = torch.device("cpu")
+        self._precision: Precision = "32-true"
+        self._optimizer: torch.optim.Optimizer
+        self._arena: WeightArena
+        self._rank, self._num_ranks = 0, 1
+        self._group: dist.ProcessGroup | None = None
+        self._log_calls: list[LogCall] | None = None
+        self.policy_version = 0
+
+    # ---- set-up --------------------------------------------------------------------------------------------
+
+    def build(self, module: bytes, device: str, precision: Precision) -> BuildReport:
+        """Unpickle the module and build its policy on `device`."""
+        self._device, self._precision = torch.device(device), precision
+        self._module = built = cloudpickle.loads(module)
+        built.configure_model()
+        built.to(self._device)
+        # A worker has no trainer, and Lightning's `log` would drop the value.
+        built.log, built.log_dict = self._log, self._log_dict
+        trained = self._trained_parameters()
+        frozen = {name: tensor for name, tensor in built.state_dict().items() if name not in trained}
+        return BuildReport(describe(built), weights_digest(frozen.items()))
+
+    def join_group(self, address: str, port: int, rank: int, num_ranks: int, timeout_s: float) -> None:
+        """Meet the other ranks of the trainer group."""
+        self._rank, self._num_ranks = rank, num_ranks
+        if num_ranks == 1:
+            return
+        timeout = timedelta(seconds=timeout_s)
+        store = TCPStore(address, port, num_ranks, is_master=False, timeout=timeout)
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+        self._group = dist.group.WORLD
+
+    def configure_optimizer(self, spec: OptimizerSpec) -> None:
+        """Make the optimizer that the driver described."""
+        self._optimizer = spec.bind(self._module)
+
+    # ---- generating ----------------------------------------------------------------------------------------
+
+    def generate(self, prompts: PromptBatch) -> GenerateReport:
+        """Make a trajectory with the weights this worker has now, and keep it for the others."""
+        start_s = time.monotonic()
+        with torch.no_grad(), self._autocast():
+            trajectory = self._module.rollout(prompts)
+        trajectory = replace(trajectory, policy_version=self.policy_version).to("cpu")
+        ref = self._store.put(trajectory)
+        return GenerateReport(ref, self._module.take_metrics(), Span(start_s, time.monotonic()))
+
+    def score(self, trajectory: ObjectRef) -> ScoreReport:
+        """Decode a trajectory's samples and ask the reward."""
+        start_s = time.monotonic()
+        with torch.no_grad(), self._autocast():
+            rewards = self._module.score(self._store.get(trajectory).to(self._device))
+        return ScoreReport(tuple(rewards.tolist()), self._module.take_metrics(), Span(start_s, time.monotonic()))
+
+    def free(self, trajectories: Sequence[ObjectRef]) -> None:
+        """Let go of trajectories made here."""
+        self._store.free(trajectories)
+
+    def sample(self, prompts: PromptBatch) -> Tensor:
+        """Make deterministic samples, for people to look at."""
+        with torch.no_grad(), self._autocast():
+            return self._module.sample(prompts).float().cpu()
+
+    def evaluation_step(self, hook: str, batch: Sequence[Prompt | str], *args: Any) -> list[LogCall]:
+        """Run `validation_step` or `test_step` on some samples and hand over what it logged."""
+        calls: list[LogCall] = []
+        self._log_calls = calls
+        try:
+            with torch.no_grad(), self._autocast():
+                getattr(self._module, hook)(batch, *args)
+        finally:
+            self._log_calls = None
+        return calls
+
+    # ---- training ------------------------------------------------------------------------------------------
+
+    def update(
+        self,
+        trajectories: Sequence[ObjectRef],
+        rewards: Tensor,
+        advantages: Tensor,
+        *,
+        num_rows: int,
+        timestep_batch_size: int | None,
+    ) -> UpdateReport:
+        """Accumulate the gradient of this rank's share of a micro-batch.
+
+        Args:
+            trajectories: its slices, in the order of their samples.
+            rewards: [B] of the micro-batch.
+            advantages: [B] of the micro-batch.
+            num_rows: rows that the optimizer step covers, over all micro-batches: the one divisor of all losses.
+            timestep_batch_size: timesteps in one forward and backward; None takes all at once.
+        """
+        start_s = time.monotonic()
+        trajectory = Trajectory.cat([self._store.get(ref) for ref in trajectories])
+        assert trajectory.policy_version == self.policy_version, (
+            f"a trajectory of policy version {trajectory.policy_version} reached a trainer at {self.policy_version}"
+        )
+        num_samples = len(trajectory)
+        rows = slice(self._rank * num_samples // self._num_ranks, (self._rank + 1) * num_samples // self._num_ranks)
+        scored = ScoredBatch(trajectory.select(rows).to(self._device), rewards[rows], advantages[rows])
+        timesteps = self._module.select_timesteps(scored.trajectory.prompts)
+        loss_sum = 0.0
+        for columns in timesteps.split(timestep_batch_size or timesteps.shape[1], dim=1):
+            batch = scored.timestep_batch(columns)
+            with self._autocast():
+                losses = self._module.timestep_loss(batch)
+            if losses.shape != (len(batch),):
+                raise ValueError(
+                    f"`timestep_loss` must return one loss per row, shape [{len(batch)}], got {list(losses.shape)}."
+                )
+            total = losses.sum()
+            (total / num_rows).backward()
+            loss_sum += total.item()
+        return UpdateReport(loss_sum, self._module.take_metrics(), Span(start_s, time.monotonic()))
+
+    def optimizer_step(
+        self,
+        settings: Sequence[Mapping[str, Any]],
+        clip_value: float,
+        clip_algorithm: Literal["norm", "value"],
+    ) -> StepReport:
+        """Join the ranks' gradients, clip, step and clear them.
+
+        Raises:
+            NonFiniteGradientError: before anything was changed.
+        """
+        start_s = time.monotonic()
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        self._all_reduce_gradients(parameters)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients).item() if gradients else 0.0
+        if not torch.isfinite(torch.tensor(norm)):
+            names = [
+                name
+                for name, parameter in self._module.named_parameters()
+                if parameter.grad is not None and not torch.isfinite(parameter.grad).all()
+            ]
+            raise NonFiniteGradientError(
+                f"the gradient of step {self.policy_version} is {norm} in {len(names)} parameters, first "
+                f"`{names[0] if names else 'none'}`; the weights are unchanged."
+            )
+        if clip_value > 0 and clip_algorithm == "norm":
+            torch.nn.utils.clip_grad_norm_(parameters, clip_value)
+        elif clip_value > 0:
+            torch.nn.utils.clip_grad_value_(parameters, clip_value)
+        for group, values in zip(self._optimizer.param_groups, settings, strict=True):
+            group.update(values)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.policy_version += 1
+        return StepReport(norm, Span(start_s, time.monotonic()))
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Give the gradient accumulated so far, joined over the ranks, by parameter name."""
+        named = {name: parameter for name, parameter in self._module.named_parameters() if parameter.requires_grad}
+        self._all_reduce_gradients(list(named.values()))
+        return {name: parameter.grad.cpu() for name, parameter in named.items() if parameter.grad is not None}
+
+    def discard_gradients(self) -> None:
+        """Forget what an interrupted step has accumulated."""
+        self._module.zero_grad(set_to_none=True)
+        self._module.take_metrics()
+
+    def _all_reduce_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Sum over ranks in one message per dtype; a gradient that no rank has stays absent."""
+        if self._group is None:
+            return
+        present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+        present = present.to(self._device)
+        dist.all_reduce(present, group=self._group)
+        shared = [parameter for parameter, count in zip(parameters, present.tolist(), strict=True) if count > 0]
+        for dtype in sorted({parameter.dtype for parameter in shared}, key=str):
+            members = [parameter for parameter in shared if parameter.dtype == dtype]
+            for parameter in members:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            flat = torch.cat([parameter.grad.reshape(-1) for parameter in members if parameter.grad is not None])
+            dist.all_reduce(flat, group=self._group)
+            for parameter, total in zip(members, flat.split([p.numel() for p in members]), strict=True):
+                parameter.grad = total.view_as(parameter)
+
+    # ---- weights -------------------------------------------------------------------------------------------
+
+    def weights_layout(self) -> ArenaLayout:
+        """Say what a transfer of the trained weights consists of."""
+        return ArenaLayout.of(self._trained_parameters())
+
+    def open_arena(self, paths: Sequence[str]) -> None:
+        """Map the shared memory that weights travel through."""
+        self._arena = WeightArena(paths, self.weights_layout())
+
+    def write_weights(self, slot: int) -> str:
+        """Write the trained weights (one rank does, all have the same); returns their digest."""
+        trained = self._trained_parameters()
+        if self._rank == 0:
+            self._arena.write(slot, trained)
+        return weights_digest(trained.items())
+
+    def load_weights(self, slot: int, version: int, digest: str) -> Span:
+        """Load trained weights and check that they are those that were sent."""
+        start_s = time.monotonic()
+        trained = self._trained_parameters()
+        self._arena.read(slot, trained)
+        loaded = weights_digest(trained.items())
+        if loaded != digest:
+            raise WeightSyncError(f"weights of version {version} arrived as {loaded}, but were sent as {digest}.")
+        self.policy_version = version
+        return Span(start_s, time.monotonic())
+
+    def state_dict(self) -> ObjectRef:
+        """Keep a copy of the module's whole state for the driver to fetch."""
+        return self._store.put({name: value.to("cpu", copy=True) for name, value in self._module.state_dict().items()})
+
+    def load_state_dict(self, state_dict: ObjectRef, strict: bool) -> None:
+        """Replace the module's state by one that the driver keeps."""
+        self._module.load_state_dict(self._store.get(state_dict), strict=strict)
+
+    def optimizer_state(self) -> ObjectRef:
+        """Keep a copy of the optimizer's state, by parameter name, for the driver to fetch."""
+        return self._store.put(named_state(self._optimizer, self._module))
+
+    def load_optimizer_state(self, state: ObjectRef) -> None:
+        """Replace the optimizer's state by one that the driver keeps."""
+        load_named_state(self._optimizer, self._module, self._store.get(state))
+
+    def resume(self, version: int, seed: int) -> None:
+        """Continue a run at the policy version and with the seed that it had."""
+        self.policy_version, self._module.seed = version, seed
+
+    def _trained_parameters(self) -> dict[str, Tensor]:
+        return {name: parameter for name, parameter in self._module.named_parameters() if parameter.requires_grad}
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self._precision == "bf16-mixed":
+            return torch.autocast(self._device.type, dtype=torch.bfloat16)
+        return nullcontext()
+
+    def _log(self, name: str, value: Any, **kwargs: Any) -> None:
+        value = value.detach().cpu() if isinstance(value, Tensor) else value
+        if self._log_calls is not None:
+            self._log_calls.append(LogCall(name, value, kwargs))
+        else:
+            reduction: Reduction = "max" if kwargs.get("reduce_fx") in ("max", torch.max) else "mean"
+            self._module.track(name, torch.as_tensor(value, dtype=torch.float64).reshape(1), reduction=reduction)
+
+    def _log_dict(self, values: Mapping[str, Any], **kwargs: Any) -> None:
+        for name, value in values.items():
+            self._log(name, value, **kwargs)

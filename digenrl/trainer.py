@@ -1,0 +1,65 @@
+"""Lightning's Trainer with defaults for RL runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.strategies import Strategy
+
+from digenrl.strategies import DisaggregatedStrategy
+
+
+class Trainer(pl.Trainer):
+    """`lightning.pytorch.Trainer` with other defaults; the stock one works as well.
+
+    Steps, not epochs, are what an RL run counts, so validation goes by `val_check_interval` in steps, every step
+    is logged, and the sanity check is off. All metrics of every step are in `metrics.csv` of the run folder
+    (`default_root_dir/version_N`), whatever other loggers are given; `logger=False` turns that off, too.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        strategy: str | Strategy | None = None,
+        logger: Logger | list[Logger] | bool | None = None,
+        default_root_dir: str | None = None,
+        num_sanity_val_steps: int = 0,
+        check_val_every_n_epoch: int | None = None,
+        log_every_n_steps: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        """Take Lightning's arguments.
+
+        Args:
+            *args: see Lightning's Trainer.
+            strategy: None is `DisaggregatedStrategy()`, one generator and one trainer.
+            logger: added to the CSV logger of the run folder; False for no logger at all.
+            default_root_dir: where run folders go; None is `runs`.
+            num_sanity_val_steps: see Lightning's Trainer.
+            check_val_every_n_epoch: None lets `val_check_interval` count steps across epochs.
+            log_every_n_steps: see Lightning's Trainer.
+            **kwargs: see Lightning's Trainer.
+        """
+        root = default_root_dir or "runs"
+        super().__init__(
+            *args,
+            strategy=DisaggregatedStrategy() if strategy is None else strategy,
+            logger=_loggers(logger, root),
+            default_root_dir=root,
+            num_sanity_val_steps=num_sanity_val_steps,
+            check_val_every_n_epoch=check_val_every_n_epoch,
+            log_every_n_steps=log_every_n_steps,
+            **kwargs,
+        )
+
+
+def _loggers(logger: Logger | list[Logger] | bool | None, root: str) -> list[Logger] | bool:
+    if logger is False:
+        return False
+    given = logger if isinstance(logger, list) else [logger] if isinstance(logger, Logger) else []
+    if any(isinstance(entry, CSVLogger) for entry in given):
+        return given
+    # First, so that its folder is the run folder.
+    return [CSVLogger(root, name="", flush_logs_every_n_steps=1), *given]

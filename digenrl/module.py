@@ -243,6 +243,8 @@ class DiffusionRLModule(LightningModule, ABC):
         with torch.no_grad():
             trajectory = self.rollout(prompts)
             rewards = self.score(trajectory)
+        # Weights that autocast has cached under `no_grad` would be taken again below, without a gradient.
+        torch.clear_autocast_cache()
         advantages = self.advantages(rewards, torch.tensor(prompts.group_ids))
         scored = ScoredBatch(trajectory, rewards, advantages)
         timesteps = self.select_timesteps(prompts)

@@ -41,6 +41,8 @@ class ForkServer:
 
     def reap(self, pid: int) -> int:
         """Wait for a worker that has ended or is about to; returns its exit code, negative for a signal."""
+        if not self._is_running():
+            return -signal.SIGKILL  # that is how workers end with their server
         code = self._request(("reap", pid), [])
         assert isinstance(code, int)
         return code
@@ -52,8 +54,11 @@ class ForkServer:
             self._process.wait()
             self._socket = self._process = None
 
+    def _is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def _request(self, request: tuple[object, ...], fds: list[int]) -> object:
-        if self._process is None or self._process.poll() is not None:
+        if not self._is_running():
             self._start()
         assert self._socket is not None
         socket.send_fds(self._socket, [pickle.dumps(request)], fds)
@@ -62,7 +67,7 @@ class ForkServer:
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-m", "digenrl.engines.fork_server", str(theirs.fileno())]
+        command = [sys.executable, "-c", f"from digenrl.engines.fork_server import main; main({theirs.fileno()})"]
         with theirs:
             # Its own session: Ctrl-C reaches the driver alone, which then ends the workers in order.
             self._process = subprocess.Popen(
@@ -114,7 +119,3 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died in between
         os._exit(1)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import time
-import types
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -258,18 +257,7 @@ class DisaggregatedStrategy(Strategy):
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1:
             raise ValueError(f"`configure_optimizers` must give one optimizer, got {len(self.optimizers)}.")
-        optimizer = self.optimizers[0]
-        self.pool.configure_optimizer(OptimizerSpec.of(optimizer, self.module))
-
-        def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            result = closure() if closure is not None else None
-            self._step_optimizer(optimizer)
-            return result
-
-        # On the instance: Lightning's `Precision.optimizer_step` then calls the hooks in its usual order.
-        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
-        # Lightning clears gradients after `training_step`; here that would wipe what the trainers accumulated.
-        optimizer.zero_grad = types.MethodType(lambda _, set_to_none=True: None, optimizer)  # type: ignore[method-assign]
+        self.pool.configure_optimizer(OptimizerSpec.of(self.optimizers[0], self.module))
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Wrap the training data, so that a resume repeats exactly the batches that no optimizer step has seen."""
@@ -389,7 +377,17 @@ class DisaggregatedStrategy(Strategy):
         for num_samples, call in self.pool.evaluate(hook, batch, *args):
             self.module.log(call.name, call.value, **{"batch_size": num_samples, **call.kwargs})
 
-    def _step_optimizer(self, optimizer: Optimizer) -> None:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Run the closure and Lightning's hooks, then step the trainers.
+
+        The driver's own optimizer steps in between, over parameters that have no gradients: it only lets its LR
+        scheduler see the step.
+        """
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._step_trainers(optimizer)
+        return result
+
+    def _step_trainers(self, optimizer: Optimizer) -> None:
         assert self._driver is not None
         settings = hyper_parameters(optimizer)
         reports = self.pool.optimizer_step(settings, *self.precision_plugin.take_clipping())

@@ -78,24 +78,25 @@ class LookaheadLoader:
         self._num_committed += num_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the position of the committed batches, and the random state their epoch began with."""
-        return {
-            "epoch": self._epoch,
-            "num_committed": self._num_committed,
-            "rng_state": self._rng_states.get(self._epoch),
-        }
+        """Give the position of the committed batches, and the random state their epoch, or the next, begins with."""
+        if self._is_over(self._num_committed):
+            rng_state = self._rng_states.get(self._epoch + 1, torch.get_rng_state())
+        else:
+            rng_state = self._rng_states.get(self._epoch, torch.get_rng_state())
+        return {"epoch": self._epoch, "num_committed": self._num_committed, "rng_state": rng_state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue after the last committed batch."""
-        is_epoch_over = _has_length(self.loader) and state_dict["num_committed"] >= len(self.loader)
         self._buffer.clear()
         self._source_epoch = -1
-        if is_epoch_over:
-            self._epoch = state_dict["epoch"]
+        self._resumed_rng_state = state_dict["rng_state"]
+        if self._is_over(state_dict["num_committed"]):
+            self._epoch, self._num_to_skip = state_dict["epoch"], 0
         else:
-            self._epoch = state_dict["epoch"] - 1
-            self._num_to_skip = state_dict["num_committed"]
-            self._resumed_rng_state = state_dict["rng_state"]
+            self._epoch, self._num_to_skip = state_dict["epoch"] - 1, state_dict["num_committed"]
+
+    def _is_over(self, num_committed: int) -> bool:
+        return hasattr(self.loader, "__len__") and num_committed >= len(self.loader)
 
     def _open(self, epoch: int) -> None:
         """Start reading an epoch, behind the batches to skip."""
@@ -123,5 +124,3 @@ def _samplers(loader: Any) -> list[Any]:
     return [getattr(loader, name) for name in ("sampler", "batch_sampler") if hasattr(loader, name)]
 
 
-def _has_length(loader: Any) -> bool:
-    return hasattr(loader, "__len__")

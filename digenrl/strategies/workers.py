@@ -260,17 +260,6 @@ class Worker:
         self.policy_version += 1
         return StepReport(norm, Span(start_s, time.monotonic()))
 
-    def gradients(self) -> dict[str, Tensor]:
-        """Give the gradient accumulated so far, joined over the ranks, by parameter name."""
-        named = {name: parameter for name, parameter in self._module.named_parameters() if parameter.requires_grad}
-        self._all_reduce_gradients(list(named.values()))
-        return {name: parameter.grad.cpu() for name, parameter in named.items() if parameter.grad is not None}
-
-    def discard_gradients(self) -> None:
-        """Forget what an interrupted step has accumulated."""
-        self._module.zero_grad(set_to_none=True)
-        self._module.take_metrics()
-
     def _all_reduce_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Sum over ranks in one message per dtype; a gradient that no rank has stays absent."""
         if self._group is None:

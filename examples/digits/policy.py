@@ -100,22 +100,23 @@ class DigitsPolicy(DiffusionPolicy):
         """Predict noise - data, [N, 1, 8, 8], for pixel latents [N, 1, 8, 8] at `sigma` [N]."""
         assert isinstance(condition, DigitCondition)
         embedding = self.prompt_embedding(condition.digits)  # [N, 32]
-        return self.transformer(
+        velocity: Tensor = self.transformer(
             hidden_states=latents.to(embedding.dtype),
             timestep=sigma.float() * 1000,
             encoder_hidden_states=embedding[:, None],
             pooled_projections=embedding,
             return_dict=False,
         )[0]
+        return velocity
 
     def decode(self, latents: Tensor) -> Tensor:
         """Turn pixel latents in about [-1, 1] into gray images [B, 1, 8, 8] in [0, 1]."""
         return (latents / 2 + 0.5).clamp(0, 1)
 
     def sigmas(self, num_steps: int) -> Tensor:
-        """Give the schedule [num_steps + 1]; so few pixels need no shift of it."""
+        """Give the schedule [num_steps + 1]; samples of 64 pixels need no shift."""
         return flow_match_sigmas(num_steps)
 
     def blocks(self) -> Iterable[nn.Module]:
         """Give the transformer's two blocks."""
-        return self.transformer.transformer_blocks
+        return tuple(self.transformer.transformer_blocks)

@@ -1,6 +1,6 @@
-"""Train the base policy of the digits example by flow matching, and stop early enough to leave room for a reward.
+"""Train a deliberately weak base policy for the digits example, which leaves the reward something to improve.
 
-    python examples/digits/pretrain.py [--output runs/digits/base.safetensors] [--iterations 350] [--seed 0] [--force]
+Run `python examples/digits/pretrain.py` from the repository root; `--help` lists the options.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NUM_STEPS = 10
 
 
 def pretrain(policy: DigitsPolicy, *, iterations: int) -> None:
-    """Fit the velocity to noise - data on the 1797 digits of scikit-learn (rectified flow, arXiv:2209.03003)."""
+    """Fit the velocity to noise - data on scikit-learn's 1797 digits (rectified flow, arXiv:2209.03003)."""
     images, digits = load_digits(return_X_y=True)
     data = torch.from_numpy(images / 8 - 1).float().reshape(-1, *policy.latent_shape)  # gray values 0 .. 16
     condition = DigitCondition(torch.from_numpy(digits))
@@ -80,9 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from safetensors.torch import save_file
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path(OUTPUT), help="safetensors file (default: %(default)s)")
-    parser.add_argument("--iterations", type=int, default=ITERATIONS, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=Path(OUTPUT), help=f"safetensors file ({OUTPUT})")
+    parser.add_argument("--iterations", type=int, default=ITERATIONS, help=f"optimizer steps ({ITERATIONS})")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (0)")
     parser.add_argument("--force", action="store_true", help="train again if the file is there")
     options = parser.parse_args(arguments)
     if options.iterations < 1:

@@ -30,12 +30,12 @@ def load_images(*, held_out: bool) -> tuple[NDArray[np.float64], NDArray[np.int6
 class DigitReward:
     """The probability of the asked digit under a generative classifier of real digits.
 
-    Bayes' rule over eleven equally likely causes of an image: a kernel density per digit, and `none of them`
-    with a constant density, the floor. A classifier that must choose among ten digits is sure of some digit
-    for a blank image or for noise as well, and a policy would find that out; here both get 0. The floor is low
-    enough that 99.9 % of held-out real images lie above it in the density of their own digit.
+    Bayes' rule over eleven equally likely causes of an image: one kernel density per digit, and "no digit" with
+    a constant density, the floor. A classifier that must choose among ten digits is also sure of one for a
+    blank image or for noise, and a policy would find that out; here both get about 0. The floor is the lowest
+    density that a held-out real image has under its own digit.
 
-    Fitting takes about 0.01 s and draws no random numbers.
+    Fitting takes about 0.1 s on one thread and draws no random numbers.
 
     Args:
         bandwidth: of the Gaussian kernels, in units of pixel value; the median distance from an image to the
@@ -45,11 +45,11 @@ class DigitReward:
     def __init__(self, *, bandwidth: float = 0.4) -> None:
         images, digits = load_images(held_out=False)
         self.densities = [
-            KernelDensity(bandwidth=bandwidth).fit(images[digits == digit]) for digit in range(len(DIGIT_WORDS))
+            KernelDensity(bandwidth=bandwidth).fit(images[digits == digit])
+            for digit in range(len(DIGIT_WORDS))
         ]
         images, digits = load_images(held_out=True)
-        own = self._log_densities(images)[np.arange(len(digits)), digits]
-        self.log_floor = float(np.quantile(own, 0.001))
+        self.log_floor = float(self._log_densities(images)[np.arange(len(digits)), digits].min())
 
     def __call__(self, media: Tensor, prompts: PromptBatch) -> Tensor:
         """Score B images [B, 1, 8, 8] in [0, 1]; returns probabilities [B]."""
@@ -58,10 +58,11 @@ class DigitReward:
         return torch.from_numpy(probabilities[np.arange(len(asked)), asked]).float()
 
     def probabilities(self, images: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Give the probability of each digit, [B, 10], for images [B, 64]; what a row lacks to 1 is `none`."""
+        """Give the probability of each digit, [B, 10], for images [B, 64]; "no digit" has what is left to 1."""
         log_densities = self._log_densities(images)
-        log_total = np.logaddexp(np.logaddexp.reduce(log_densities, axis=1), self.log_floor)
-        return np.exp(log_densities - log_total[:, None])
+        log_total = np.logaddexp(np.logaddexp.reduce(log_densities, axis=1), self.log_floor)  # [B]
+        probabilities: NDArray[np.float64] = np.exp(log_densities - log_total[:, None])
+        return probabilities
 
-    def _log_densities(self, images: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _log_densities(self, images: NDArray[np.float64]) -> NDArray[np.float64]:  # [B, 64] -> [B, 10]
         return np.stack([density.score_samples(images) for density in self.densities], axis=1)

@@ -30,10 +30,10 @@ def load_images(*, held_out: bool) -> tuple[NDArray[np.float64], NDArray[np.int6
 class DigitReward:
     """The probability of the asked digit under a generative classifier of real digits.
 
-    Bayes' rule over eleven equally likely causes of an image: one kernel density per digit, and "no digit" with
-    a constant density, the floor. A classifier that must choose among ten digits is also sure of one for a
-    blank image or for noise, and a policy would find that out; here both get about 0. The floor is the lowest
-    density that a held-out real image has under its own digit.
+    Bayes' rule over eleven equally likely causes of an image: one kernel density per digit, and "no digit"
+    with a constant density, the floor. A classifier that must choose among ten digits is also sure of one for
+    a blank image or for noise, and a policy would find that out; here both get about 0. The floor is the
+    lowest density that a held-out real image has under its own digit.
 
     Fitting takes about 0.1 s on one thread and draws no random numbers.
 
@@ -58,7 +58,7 @@ class DigitReward:
         return torch.from_numpy(probabilities[np.arange(len(asked)), asked]).float()
 
     def probabilities(self, images: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Give the probability of each digit, [B, 10], for images [B, 64]; "no digit" has what is left to 1."""
+        """Give the probability of each digit, [B, 10], for images [B, 64]; "no digit" has the rest to 1."""
         log_densities = self._log_densities(images)
         log_total = np.logaddexp(np.logaddexp.reduce(log_densities, axis=1), self.log_floor)  # [B]
         probabilities: NDArray[np.float64] = np.exp(log_densities - log_total[:, None])

@@ -59,11 +59,7 @@ def pretrain(policy: DigitsPolicy, *, iterations: int) -> None:
 def validation_rewards(policy: DigitsPolicy) -> Tensor:
     """Score 20 samples of each digit, the same noise whatever the weights are: rewards [200]."""
     prompts = PromptBatch.for_validation(
-        [
-            Prompt(word, uid=digit, sample_index=index)
-            for digit, word in enumerate(DIGIT_WORDS)
-            for index in range(20)
-        ],
+        [Prompt(word, uid=digit, sample_index=index) for digit, word in enumerate(DIGIT_WORDS) for index in range(20)],
         seed=0,
     )
     condition = policy.encode(prompts.texts)

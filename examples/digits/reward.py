@@ -45,8 +45,7 @@ class DigitReward:
     def __init__(self, *, bandwidth: float = 0.4) -> None:
         images, digits = load_images(held_out=False)
         self.densities = [
-            KernelDensity(bandwidth=bandwidth).fit(images[digits == digit])
-            for digit in range(len(DIGIT_WORDS))
+            KernelDensity(bandwidth=bandwidth).fit(images[digits == digit]) for digit in range(len(DIGIT_WORDS))
         ]
         images, digits = load_images(held_out=True)
         self.log_floor = float(self._log_densities(images)[np.arange(len(digits)), digits].min())

@@ -122,5 +122,3 @@ class LookaheadLoader:
 
 def _samplers(loader: Any) -> list[Any]:
     return [getattr(loader, name) for name in ("sampler", "batch_sampler") if hasattr(loader, name)]
-
-

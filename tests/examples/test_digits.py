@@ -29,9 +29,7 @@ def reward() -> DigitReward:
 
 
 def ask_for(digits: np.ndarray) -> PromptBatch:
-    return PromptBatch.for_validation(
-        [Prompt(DIGIT_WORDS[digit], uid=row) for row, digit in enumerate(digits)], seed=0
-    )
+    return PromptBatch.for_validation([Prompt(DIGIT_WORDS[digit], uid=row) for row, digit in enumerate(digits)], seed=0)
 
 
 def held_out_images() -> tuple[Tensor, np.ndarray]:
@@ -74,9 +72,7 @@ def test_missing_checkpoint_is_refused_at_construction_with_the_remedy() -> None
 
 def test_velocity_has_the_shape_of_latents_and_its_timestep_is_not_rounded(policy: DigitsPolicy) -> None:
     timesteps: list[Tensor] = []
-    hook = policy.transformer.time_text_embed.register_forward_pre_hook(
-        lambda _, inputs: timesteps.append(inputs[0])
-    )
+    hook = policy.transformer.time_text_embed.register_forward_pre_hook(lambda _, inputs: timesteps.append(inputs[0]))
     sigma = torch.tensor([0.9996, 0.1234567])
     velocity = policy.velocity(torch.randn(2, 1, 8, 8), sigma, policy.encode(["one", "two"]))
     hook.remove()
@@ -129,9 +125,7 @@ def test_reward_of_a_sample_depends_neither_on_its_batch_nor_on_the_copy(reward:
     assert torch.equal(reward(media[5:8], ask_for(digits[5:8])), rewards[5:8])
 
 
-def test_pretraining_writes_the_same_file_for_the_same_seed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pretraining_writes_the_same_file_for_the_same_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outputs = [tmp_path / "new" / f"{name}.safetensors" for name in ("first", "second")]
     for output in outputs:
         pretrain.main(["--output", str(output), "--iterations", "3"])
@@ -143,9 +137,7 @@ def test_pretraining_writes_the_same_file_for_the_same_seed(
     assert policy.velocity(torch.zeros(1, 1, 8, 8), torch.ones(1), condition).isfinite().all()
 
 
-def test_pretraining_leaves_a_file_alone_unless_forced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pretraining_leaves_a_file_alone_unless_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "base.safetensors"
     output.write_bytes(b"mine")
     pretrain.main(["--output", str(output), "--iterations", "1"])

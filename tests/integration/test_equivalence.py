@@ -26,9 +26,7 @@ class Descent(FlowGRPO):
 
 
 def descent() -> Descent:
-    return Descent(
-        ToyPolicy(), level_reward, group_size=4, num_steps=5, timestep_fraction=0.8, clip_range=1e-2, seed=0
-    )
+    return Descent(ToyPolicy(), level_reward, group_size=4, num_steps=5, timestep_fraction=0.8, clip_range=1e-2, seed=0)
 
 
 def gradient(strategy: Any, **settings: Any) -> dict[str, Tensor]:
@@ -60,8 +58,7 @@ def reference_gradient() -> dict[str, Tensor]:
         losses = module.timestep_loss(scored.timestep_batch(timesteps[:, column : column + 1]))
         (losses.sum() / timesteps.numel()).backward()
     return {
-        name: torch.zeros_like(value) if value.grad is None else value.grad
-        for name, value in module.named_parameters()
+        name: torch.zeros_like(value) if value.grad is None else value.grad for name, value in module.named_parameters()
     }
 
 

@@ -1,0 +1,84 @@
+"""The entry point: what can be said without torch is said without torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+import digenrl
+from digenrl.cli.errors import UsageError, one_line, suggest
+
+SUBCOMMANDS = {
+    "fit": "train a policy with a reward",
+    "validate": "score a policy on the validation prompts",
+}
+
+_HELP = f"""usage: digenrl COMMAND [--config FILE] [--key value]...
+
+Reinforcement learning for diffusion and flow models.
+
+commands:
+{chr(10).join(f"  {name:<10} {summary}" for name, summary in SUBCOMMANDS.items())}
+
+  digenrl fit --config run.yaml                      run a configuration
+  digenrl fit --config run.yaml --model.lr 1e-4      with another learning rate
+  digenrl fit --config run.yaml --print_config       see all settings, run nothing
+  digenrl fit --config run.yaml --ckpt_path last     continue the newest run
+  digenrl fit --help                                 all settings
+
+options:
+  -h, --help  show this
+  --version   show the version
+
+DIGENRL_TRACEBACK=1 adds the traceback to an error.
+"""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code: 0, 1 for a failed run, 2 for wrong input, 130 and 143 for signals."""
+    words = sys.argv[1:] if words is None else words
+    if not words or words[0] in ("-h", "--help"):
+        print(_HELP, end="")
+        return 0
+    if words[0] == "--version":
+        print(f"digenrl {digenrl.__version__}")
+        return 0
+    try:
+        return _run(words[0], words[1:])
+    except UsageError as error:
+        if os.environ.get("DIGENRL_TRACEBACK"):
+            traceback.print_exc()
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _run(subcommand: str, words: Sequence[str]) -> int:
+    if subcommand not in SUBCOMMANDS:
+        if subcommand.startswith("-"):
+            commands = " or ".join(SUBCOMMANDS)
+            raise UsageError(f"`{subcommand}` must stand behind a command, {commands}: digenrl fit {subcommand}")
+        raise UsageError(f"`{subcommand}` is not a command{suggest(subcommand, SUBCOMMANDS)}")
+    from digenrl.cli.arguments import read_arguments
+
+    arguments = read_arguments(words)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does, so that a configuration can name local classes
+    from digenrl.cli.quiet import own_log, quiet_lightning
+
+    with own_log():
+        import lightning.pytorch  # noqa: F401  (makes the loggers that are made quiet)
+
+        with quiet_lightning():
+            if arguments.show_help:
+                from digenrl.cli.usage import print_usage
+
+                print_usage(subcommand, arguments.sources)
+                return 0
+            from digenrl.cli.program import run
+
+            return run(subcommand, arguments)

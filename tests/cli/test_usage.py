@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from tests.cli.commands import Digenrl
+
+
+def test_usage_shows_the_settings_of_our_classes_and_few_of_lightnings(digenrl: Digenrl) -> None:
+    result = digenrl("fit", "--help")
+    assert result.code == 0
+    for option in (
+        "--model.clip_range NUMBER",
+        "--data.prompts_per_step INT",
+        "--trainer.strategy.engine local|inline",
+    ):
+        assert option in result.out
+    assert "AlphaDropout" not in result.out
+    assert len(result.out.splitlines()) < 200
+
+
+def test_usage_shows_the_settings_of_the_classes_that_are_named(digenrl: Digenrl) -> None:
+    words = ["--model", "tests.cli.toy_parts.MyGRPO", "--model.reward", "tests.cli.toy_parts.Bright"]
+    out = digenrl("validate", "--config", "toy.yaml", *words, "--help").out
+    for option in ("--model.margin NUMBER", "--model.policy.hidden INT", "--model.reward.level NUMBER"):
+        assert option in out
+    assert "samples per prompt and step" in out  # said by the base class only

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -23,7 +24,10 @@ class MetricValue:
     def join(self, other: MetricValue) -> MetricValue:
         """Give the metric over both sets of rows."""
         assert self.reduction == other.reduction, "one metric was reduced in two ways"
-        total = max(self.total, other.total) if self.reduction == "max" else self.total + other.total
+        if self.reduction == "mean" or math.isnan(self.total):
+            total = self.total + other.total
+        else:
+            total = other.total if math.isnan(other.total) else max(self.total, other.total)
         return MetricValue(self.reduction, total, self.num_rows + other.num_rows)
 
     @property

@@ -6,11 +6,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.strategies import Strategy
 
-from digenrl.callbacks import StepProgress
+from digenrl.callbacks import RunCheckpoint, StepProgress
 from digenrl.strategies import DisaggregatedStrategy
 
 
@@ -18,7 +18,8 @@ class Trainer(pl.Trainer):
     """`lightning.pytorch.Trainer` with other defaults; the stock one works as well.
 
     Steps, not epochs, are what an RL run counts, so validation goes by `val_check_interval` in steps, every step
-    is logged, the progress bar counts steps, and the sanity check is off. All metrics of every step are in
+    is logged, the progress bar counts steps, the newest state is kept, and the sanity check is off. All metrics of
+    every step are in
     `metrics.csv` of the run folder (`default_root_dir/version_N`), whatever other loggers are given;
     `logger=False` turns that off, too.
     """
@@ -31,6 +32,7 @@ class Trainer(pl.Trainer):
         default_root_dir: str | None = None,
         callbacks: list[Callback] | Callback | None = None,
         enable_progress_bar: bool | None = None,
+        enable_checkpointing: bool | None = None,
         validate_first: bool = False,
         num_sanity_val_steps: int = 0,
         check_val_every_n_epoch: int | None = None,
@@ -46,6 +48,7 @@ class Trainer(pl.Trainer):
             default_root_dir: where run folders go; None is `runs`.
             callbacks: see Lightning's Trainer.
             enable_progress_bar: see Lightning's Trainer.
+            enable_checkpointing: see Lightning's Trainer; without a checkpoint callback, `RunCheckpoint` is added.
             validate_first: run the whole validation before the first step of a new run, so that curves begin at 0.
             num_sanity_val_steps: see Lightning's Trainer.
             check_val_every_n_epoch: None lets `val_check_interval` count steps across epochs.
@@ -59,8 +62,9 @@ class Trainer(pl.Trainer):
             strategy=DisaggregatedStrategy() if strategy is None else strategy,
             logger=_loggers(logger, root),
             default_root_dir=root,
-            callbacks=_callbacks(callbacks, enable_progress_bar is not False and not kwargs.get("barebones")),
+            callbacks=_callbacks(callbacks, enable_progress_bar, enable_checkpointing, **kwargs),
             enable_progress_bar=enable_progress_bar,
+            enable_checkpointing=enable_checkpointing,
             num_sanity_val_steps=num_sanity_val_steps,
             check_val_every_n_epoch=check_val_every_n_epoch,
             log_every_n_steps=log_every_n_steps,
@@ -85,11 +89,23 @@ class Trainer(pl.Trainer):
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, **kwargs)
 
 
-def _callbacks(callbacks: list[Callback] | Callback | None, with_progress: bool) -> list[Callback]:
+def _callbacks(
+    callbacks: list[Callback] | Callback | None,
+    enable_progress_bar: bool | None,
+    enable_checkpointing: bool | None,
+    *,
+    barebones: bool = False,
+    **_: Any,
+) -> list[Callback]:
     given = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
-    if not with_progress or any(isinstance(callback, ProgressBar) for callback in given):
+    if barebones:
         return given
-    return [*given, StepProgress()]
+    added: list[Callback] = []
+    if enable_progress_bar is not False and not any(isinstance(callback, ProgressBar) for callback in given):
+        added.append(StepProgress())
+    if enable_checkpointing is not False and not any(isinstance(callback, Checkpoint) for callback in given):
+        added.append(RunCheckpoint())
+    return [*added, *given]
 
 
 def _loggers(logger: Logger | list[Logger] | bool | None, root: str) -> list[Logger] | bool:

@@ -165,6 +165,9 @@ class Trajectory:
     def __post_init__(self) -> None:
         num_samples, num_recorded = len(self.prompts), len(self.timestep_indices)
         assert self.latents.shape[:2] == (num_samples, num_recorded + 1), "latents must be [B, K+1, ...]"
+        first = self.timestep_indices[0] if self.timestep_indices else 0
+        consecutive = tuple(range(first, first + num_recorded))
+        assert self.timestep_indices == consecutive, "recorded timestep_indices must be consecutive"
         assert self.latents.dtype == torch.float32, "latents must be stored in float32"
         assert self.final_latents.shape == (num_samples, *self.latents.shape[2:]), "final_latents must be [B, ...]"
         if self.old_log_probs is not None:
@@ -250,8 +253,17 @@ class ScoredBatch:
 
         Args:
             timesteps: [B, j] indices into the schedule, a column a pass over the samples; each must be recorded.
+
+        Raises:
+            ValueError: a timestep that the rollout did not record.
         """
         trajectory = self.trajectory
+        first, last = trajectory.timestep_indices[0], trajectory.timestep_indices[-1]
+        if timesteps.min() < first or timesteps.max() > last:
+            raise ValueError(
+                f"timesteps {timesteps.min()} to {timesteps.max()} are to be trained, but the rollout recorded {first} "
+                f"to {last}; `select_timesteps` and `rollout` must agree."
+            )
         device = trajectory.latents.device
         num_samples, num_columns = timesteps.shape
         # Timestep-major: row r is sample r % B at its (r // B)-th timestep.

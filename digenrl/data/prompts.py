@@ -181,9 +181,10 @@ class PromptLoader:
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Continue after the last batch that was yielded."""
-        is_epoch_over = state_dict["num_yielded"] >= len(self)
-        self._epoch = state_dict["epoch"] - (0 if is_epoch_over else 1)
-        self._start = 0 if is_epoch_over else state_dict["num_yielded"]
+        self._epoch, self._num_yielded = state_dict["epoch"], state_dict["num_yielded"]
+        self._start = 0
+        if self._epoch >= 0 and self._num_yielded < len(self):
+            self._epoch, self._start = self._epoch - 1, self._num_yielded
 
     def _prompt_at(self, position: int) -> Prompt:
         number, index = divmod(position, len(self._prompts))
@@ -206,13 +207,16 @@ def read_prompts(source: str | Path | list[str], *, name: str = "prompts") -> li
         ValueError: no prompts, another kind of file, or a line that is not what it should be.
     """
     if isinstance(source, list):
+        for row, text in enumerate(source):
+            if not isinstance(text, str):
+                raise ValueError(f"`{name}` must hold strings, got {type(text).__name__} {text!r} in row {row}.")
         prompts = [Prompt(text, uid) for uid, text in enumerate(source)]
         where = "the list"
     else:
         path = Path(source)
         _check_file(path, name)
         where = f"`{path}`"
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = _read_lines(path, name)
         filled = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
         if len(filled) < len(lines):
             log.info("skipped %d empty lines of %s", len(lines) - len(filled), path)
@@ -235,6 +239,15 @@ def _check_file(path: Path, name: str) -> None:
     close = difflib.get_close_matches(path.name, neighbours, n=1)
     hint = f"did you mean `{path.parent / close[0]}`?" if close else f"paths are relative to {Path.cwd()}."
     raise FileNotFoundError(f"`{name}`: there is no file `{path}`; {hint}")
+
+
+def _read_lines(path: Path, name: str) -> list[str]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"`{name}`: `{path}` must be UTF-8, byte {error.start} is not: {error.reason}.") from error
+    # Not `splitlines`, for which a prompt may hold line ends of its own, such as U+2028.
+    return text.removesuffix("\n").split("\n")
 
 
 def _parse_text(line: str, uid: int, where: str) -> Prompt:

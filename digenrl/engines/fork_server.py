@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 
 from digenrl.engines.local_worker import serve
 
@@ -35,21 +36,31 @@ class ForkServer:
 
     def fork(self, worker: str, connection: socket.socket, env: Mapping[str, str]) -> int:
         """Fork a worker that serves `connection`; returns its process id."""
-        pid = self._request(("fork", worker, dict(env), sys.path), [connection.fileno()])
+        if not self._is_running():
+            self._start()
+        request = ("fork", worker, {**os.environ, **env}, sys.path, os.getcwd())
+        pid = self._request(request, [connection.fileno()])
         assert isinstance(pid, int)
         return pid
 
     def reap(self, pid: int) -> int:
         """Wait for a worker that has ended or is about to; returns its exit code, negative for a signal."""
+        killed_with_server = -int(signal.SIGKILL)
         if not self._is_running():
-            return -signal.SIGKILL  # that is how workers end with their server
-        code = self._request(("reap", pid), [])
+            return killed_with_server
+        try:
+            code = self._request(("reap", pid), [])
+        except (OSError, EOFError):
+            return killed_with_server
         assert isinstance(code, int)
         return code
 
     def stop(self) -> None:
         """End the server; its workers die with it."""
         if self._socket is not None and self._process is not None:
+            # Said, not only closed: a child of the driver's own may hold a copy of the socket.
+            with suppress(OSError):
+                self._socket.send(pickle.dumps(("stop",)))
             self._socket.close()
             self._process.wait()
             self._socket = self._process = None
@@ -58,8 +69,6 @@ class ForkServer:
         return self._process is not None and self._process.poll() is None
 
     def _request(self, request: tuple[object, ...], fds: list[int]) -> object:
-        if not self._is_running():
-            self._start()
         assert self._socket is not None
         socket.send_fds(self._socket, [pickle.dumps(request)], fds)
         return pickle.loads(self._socket.recv(_MAX_REQUEST_BYTES))
@@ -91,21 +100,31 @@ def main(fd: int) -> None:
         if not message:
             return
         match pickle.loads(message):
-            case ("fork", worker, env, path):
+            case ("fork", worker, env, path, folder):
                 pid = os.fork()
                 if pid == 0:
                     server.close()
-                    _run_worker(worker, fds[0], env, path)
+                    _run_worker(worker, fds[0], env, path, folder)
                 os.close(fds[0])
                 server.send(pickle.dumps(pid))
+            case ("stop",):
+                return
             case ("reap", pid):
-                _, status = os.waitpid(pid, 0)
-                server.send(pickle.dumps(os.waitstatus_to_exitcode(status)))
+                server.send(pickle.dumps(_wait_for(pid)))
 
 
-def _run_worker(worker: str, fd: int, env: Mapping[str, str], path: list[str]) -> None:
+def _wait_for(pid: int) -> int:
+    try:
+        _, status = os.waitpid(pid, 0)
+    except ChildProcessError:  # a child of an earlier server, with which it died
+        return -signal.SIGKILL
+    return os.waitstatus_to_exitcode(status)
+
+
+def _run_worker(worker: str, fd: int, env: Mapping[str, str], path: list[str], folder: str) -> None:
     die_with_parent()
     os.environ.update(env)
+    os.chdir(folder)
     sys.path[:] = path
     try:
         serve(worker, fd)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from digenrl.engines.engine import Engine, ObjectRef, ObjectStore, Task, WorkerFactory
+from digenrl.engines.engine import Engine, ObjectRef, ObjectStore, Task, WorkerDied, WorkerFactory
 
 
 class InlineStore(ObjectStore):
@@ -52,6 +52,9 @@ class InlineEngine(Engine):
     def submit(self, worker: str, method: str, /, *args: Any, **kwargs: Any) -> Task:
         """Run the call now; an error is kept for `Task.result`."""
         task = Task(worker, method, self.task_timeout_s)
+        if worker not in self._workers:
+            task.finish(error=WorkerDied(f"worker {worker} is not running, task `{task.name}`."))
+            return task
         try:
             task.finish(getattr(self._workers[worker], method)(*args, **kwargs))
         except Exception as error:

@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -29,6 +30,8 @@ class _Process:
 
     def __init__(self, pid: int, connection: Connection) -> None:
         self.pid = pid
+        # A worker's own children may hold its end of the connection open, so that its death is not an end of file.
+        self.death = os.pidfd_open(pid)
         self.connection = connection
         self.tasks: dict[int, Task] = {}
 
@@ -48,14 +51,18 @@ class LocalEngine(Engine):
         self.store = SharedMemoryStore("driver")
 
     def start(self, worker: str, factory: WorkerFactory, *, env: Mapping[str, str] | None = None) -> None:
-        """Fork a process and let it make its object; an error in the factory is raised by the next task."""
+        """Fork a process and let it make its object; an error of the factory is raised here."""
         assert worker not in self._processes, f"worker {worker} runs already"
         ours, theirs = socket.socketpair()
         with theirs:
             pid = _fork_server.fork(worker, theirs, env or {})
         self._causes.pop(worker, None)
         self._processes[worker] = _Process(pid, Connection(ours.detach()))
-        self.call(worker, "__start__", factory)
+        try:
+            self.call(worker, "__start__", factory)
+        except BaseException:
+            self.kill(worker)
+            raise
 
     def submit(self, worker: str, method: str, /, *args: Any, **kwargs: Any) -> Task:
         """Send the call; fails at once if the worker has died."""
@@ -67,7 +74,8 @@ class LocalEngine(Engine):
         task_id = next(self._task_ids)
         process.tasks[task_id] = task
         try:
-            process.connection.send_bytes(cloudpickle.dumps((task_id, method, args, kwargs)))
+            # The arguments apart: a task whose arguments do not load there fails by itself.
+            process.connection.send_bytes(pickle.dumps((task_id, method, cloudpickle.dumps((args, kwargs)))))
         except OSError:
             self._bury(worker)
         return task
@@ -87,7 +95,8 @@ class LocalEngine(Engine):
         """Send SIGKILL and wait until the process is gone."""
         process = self._processes.get(worker)
         if process is not None:
-            os.kill(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
             self._bury(worker)
 
     def shutdown(self) -> None:
@@ -104,28 +113,38 @@ class LocalEngine(Engine):
             self.kill(worker)
 
     def _receive(self, timeout_s: float) -> None:
-        workers = {process.connection: worker for worker, process in self._processes.items()}
-        for connection in wait(list(workers), timeout_s):
-            worker = workers[connection]  # type: ignore[index]
-            process = self._processes[worker]
-            try:
-                message = process.connection.recv_bytes()
-            except (EOFError, OSError):
-                self._bury(worker)
-                continue
-            self.bytes_received += len(message)
-            task_id, value, failure = pickle.loads(message)
-            task = process.tasks.pop(task_id)
-            if failure is None:
-                task.finish(value)
-            else:
-                error, text = failure
-                error.__cause__ = RemoteTraceback(f"in worker {worker}, task `{task.name}`:\n{text}")
-                task.finish(error=error)
+        workers: dict[Connection | int, str] = {}
+        for worker, process in self._processes.items():
+            workers[process.connection] = workers[process.death] = worker
+        for source in wait(list(workers), timeout_s):
+            assert isinstance(source, Connection | int)
+            worker = workers[source]
+            if worker in self._processes:  # not buried for its other source just now
+                self._receive_from(worker, self._processes[worker])
+
+    def _receive_from(self, worker: str, process: _Process) -> None:
+        """Take a result, or bury a worker that has died and has left none."""
+        try:
+            message = process.connection.recv_bytes() if process.connection.poll() else None
+        except (EOFError, OSError):
+            message = None
+        if message is None:
+            self._bury(worker)
+            return
+        self.bytes_received += len(message)
+        task_id, value, failure = pickle.loads(message)
+        task = process.tasks.pop(task_id)
+        if failure is None:
+            task.finish(value)
+        else:
+            error, text = failure
+            error.__cause__ = RemoteTraceback(f"in worker {worker}, task `{task.name}`:\n{text}")
+            task.finish(error=error)
 
     def _bury(self, worker: str) -> None:
         process = self._processes.pop(worker)
         process.connection.close()
+        os.close(process.death)
         code = _fork_server.reap(process.pid)
         self._causes[worker] = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         for task in process.tasks.values():

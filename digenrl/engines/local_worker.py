@@ -38,8 +38,9 @@ def serve(worker: str, fd: int) -> None:
         message = inbox.get()
         if message is None:
             break
-        task_id, method, args, kwargs = cloudpickle.loads(message)
+        task_id, method, arguments = pickle.loads(message)
         try:
+            args, kwargs = cloudpickle.loads(arguments)
             if method == "__start__":
                 target, value = args[0](SharedMemoryStore(worker)), None
             else:

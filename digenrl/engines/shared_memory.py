@@ -65,7 +65,7 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Tensor:
-            data = obj.detach().cpu().contiguous()
+            data = obj.detach().cpu().resolve_conj().resolve_neg().contiguous()
             raw = data.reshape(-1).view(torch.uint8).numpy()
             return _load_tensor, (pickle.PickleBuffer(raw.data), data.dtype, tuple(data.shape))
         return super().reducer_override(obj)

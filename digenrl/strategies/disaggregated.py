@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import time
 import weakref
 from collections.abc import Callable, Generator, Mapping
@@ -27,11 +28,13 @@ from digenrl.scheduling import cut_step
 from digenrl.strategies import skeleton
 from digenrl.strategies.driver import StepDriver, WorkerSpan
 from digenrl.strategies.lookahead import LookaheadLoader
-from digenrl.strategies.optimizers import OptimizerSpec, hyper_parameters
+from digenrl.strategies.optimizers import OptimizerSpec, changed_settings, hyper_parameters
 from digenrl.strategies.pool import WorkerPool
 from digenrl.strategies.precision import RemotePrecision
 from digenrl.strategies.workers import Span, StepReport
 from digenrl.types import PromptBatch
+
+log = logging.getLogger(__name__)
 
 _ENGINES: dict[str, type[Engine]] = {"inline": InlineEngine, "local": LocalEngine}
 _PRECISIONS = ("32-true", "bf16-mixed")
@@ -130,6 +133,7 @@ class DisaggregatedStrategy(Strategy):
         self._has_failed = False
         self._window = _Window()
         self._step_metrics: dict[str, float] = {}
+        self._configured_settings: list[dict[str, Any]] = []
         # Not `accelerator=CPUAccelerator()`: that would make any explicit `Trainer(accelerator=...)` an error.
         super().__init__()
 
@@ -257,6 +261,7 @@ class DisaggregatedStrategy(Strategy):
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1:
             raise ValueError(f"`configure_optimizers` must give one optimizer, got {len(self.optimizers)}.")
+        self._configured_settings = hyper_parameters(self.optimizers[0])
         self.pool.configure_optimizer(OptimizerSpec.of(self.optimizers[0], self.module))
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -289,7 +294,7 @@ class DisaggregatedStrategy(Strategy):
                     f"callback `{type(callback).__name__}` averages the weights of this process, which has none "
                     "under this strategy; remove it."
                 )
-        if isinstance(trainer.datamodule, PromptData) and trainer.state.fn == TrainerFn.FITTING:  # type: ignore[attr-defined]
+        if isinstance(trainer.datamodule, PromptData):  # type: ignore[attr-defined]
             self._micro_batch_groups(trainer.datamodule.prompts_per_step)  # type: ignore[attr-defined]
 
     def _micro_batch_groups(self, num_groups: int) -> int:
@@ -468,15 +473,32 @@ class DisaggregatedStrategy(Strategy):
         """Give the optimizer's settings, and its state fetched from the trainers."""
         return {
             "settings": hyper_parameters(self.optimizers[0]),
+            "configured": self._configured_settings,
             "state": self.pool.fetch_optimizer_state(),
         }
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizer's settings here and its state on the trainers."""
-        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            for group, settings in zip(optimizer.param_groups, saved["settings"], strict=True):
-                group.update(settings)
-            self.pool.push_optimizer_state(saved["state"])
+        """Restore the optimizer's settings here and its state on the trainers.
+
+        A setting that was configured otherwise than in the checkpoint's run keeps its new value.
+        """
+        saved = checkpoint["optimizer_states"][0]
+        groups = zip(
+            self.optimizers[0].param_groups,
+            saved["settings"],
+            changed_settings(saved["configured"], self._configured_settings),
+            strict=True,
+        )
+        for group, settings, changed in groups:
+            if changed and self.lr_scheduler_configs:
+                raise ValueError(
+                    f"`{next(iter(changed))}` of the optimizer was changed, but the checkpoint's LR scheduler goes on "
+                    "from its old value: keep it, or start without the checkpoint."
+                )
+            group.update({**settings, **changed})
+            for name, value in changed.items():
+                log.info("`%s` of the optimizer is %s now, and was %s in the checkpoint", name, value, settings[name])
+        self.pool.push_optimizer_state(saved["state"])
 
     # ---- the end -------------------------------------------------------------------------------------------
 

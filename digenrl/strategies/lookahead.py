@@ -35,8 +35,8 @@ class LookaheadLoader:
         self._buffer: deque[tuple[int, Any]] = deque()
         self._source: Iterator[Any] = iter(())
         self._source_epoch = -1
-        self._rng_states: dict[int, torch.Tensor] = {}
-        self._resumed_rng_state: torch.Tensor | None = None
+        self._rng_states: dict[int, list[torch.Tensor]] = {}
+        self._resumed_rng_states: list[torch.Tensor] | None = None
         self._num_to_skip = 0
 
     def __len__(self) -> int:
@@ -78,22 +78,22 @@ class LookaheadLoader:
         self._num_committed += num_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the position of the committed batches, and the random state their epoch, or the next, begins with."""
-        if self._is_over(self._num_committed):
-            rng_state = self._rng_states.get(self._epoch + 1, torch.get_rng_state())
-        else:
-            rng_state = self._rng_states.get(self._epoch, torch.get_rng_state())
-        return {"epoch": self._epoch, "num_committed": self._num_committed, "rng_state": rng_state}
+        """Give the position of the committed batches, and the random states their epoch, or the next, begins with."""
+        epoch = self._epoch + 1 if self._is_over(self._num_committed) else self._epoch
+        return {
+            "epoch": self._epoch,
+            "num_committed": self._num_committed,
+            "rng_states": self._rng_states.get(epoch) or self._read_rng_states(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue after the last committed batch."""
         self._buffer.clear()
-        self._source_epoch = -1
-        self._resumed_rng_state = state_dict["rng_state"]
-        if self._is_over(state_dict["num_committed"]):
-            self._epoch, self._num_to_skip = state_dict["epoch"], 0
-        else:
-            self._epoch, self._num_to_skip = state_dict["epoch"] - 1, state_dict["num_committed"]
+        self._source, self._source_epoch = iter(()), -1
+        self._resumed_rng_states = state_dict["rng_states"]
+        self._epoch, self._num_committed, self._num_to_skip = state_dict["epoch"], state_dict["num_committed"], 0
+        if self._epoch >= 0 and not self._is_over(self._num_committed):
+            self._epoch, self._num_to_skip = self._epoch - 1, self._num_committed
 
     def _is_over(self, num_committed: int) -> bool:
         return hasattr(self.loader, "__len__") and num_committed >= len(self.loader)
@@ -104,10 +104,10 @@ class LookaheadLoader:
         if isinstance(self.loader, PromptLoader):
             self._source = self.loader.batches(epoch, start=self._num_to_skip)
             return
-        if self._resumed_rng_state is not None:
-            torch.set_rng_state(self._resumed_rng_state)
-            self._resumed_rng_state = None
-        self._rng_states[epoch] = torch.get_rng_state()
+        if self._resumed_rng_states is not None:
+            self._write_rng_states(self._resumed_rng_states)
+            self._resumed_rng_states = None
+        self._rng_states[epoch] = self._read_rng_states()
         self._rng_states.pop(epoch - 2, None)
         for sampler in _samplers(self.loader):
             if hasattr(sampler, "set_epoch"):
@@ -118,6 +118,21 @@ class LookaheadLoader:
         self._source = itertools.chain(first, source)
         for _ in range(self._num_to_skip):
             next(self._source)
+
+    def _read_rng_states(self) -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *(rng.get_state() for rng in _random_sources(self.loader))]
+
+    def _write_rng_states(self, states: list[torch.Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        for rng, state in zip(_random_sources(self.loader), states[1:], strict=True):
+            rng.set_state(state)
+
+
+def _random_sources(loader: Any) -> list[torch.Generator]:
+    """Give the random sources that a data loader or its samplers own."""
+    owners = [loader, *_samplers(loader), *(getattr(sampler, "sampler", None) for sampler in _samplers(loader))]
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return list({id(rng): rng for rng in found if isinstance(rng, torch.Generator)}.values())
 
 
 def _samplers(loader: Any) -> list[Any]:

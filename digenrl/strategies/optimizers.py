@@ -10,6 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_COMMON_ATTRIBUTES = frozenset(
+    # LR schedulers put the last two on the driver's optimizer.
+    [*vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)), "step", "_opt_called"]
+)
+
 
 @dataclass(frozen=True)
 class OptimizerSpec:
@@ -19,6 +24,8 @@ class OptimizerSpec:
     defaults: Mapping[str, Any]
     groups: tuple[Mapping[str, Any], ...]
     """Parameter groups, whose `"params"` are parameter names."""
+    attributes: Mapping[str, Any]
+    """What the optimizer's class keeps on the instance beside what all optimizers have."""
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, module: nn.Module) -> OptimizerSpec:
@@ -39,12 +46,14 @@ class OptimizerSpec:
             {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
             for group in optimizer.param_groups
         )
-        return cls(type(optimizer), dict(optimizer.defaults), groups)
+        attributes = {name: value for name, value in vars(optimizer).items() if name not in _COMMON_ATTRIBUTES}
+        return cls(type(optimizer), dict(optimizer.defaults), groups, attributes)
 
     def bind(self, module: nn.Module) -> torch.optim.Optimizer:
         """Make the optimizer over the parameters of the same names."""
         parameters = dict(module.named_parameters())
         optimizer = self.optimizer_class.__new__(self.optimizer_class)
+        vars(optimizer).update(self.attributes)
         # Not `__init__`: its arguments need not be the defaults' names (AdamW's are not).
         optimizer.__setstate__(
             {
@@ -61,6 +70,22 @@ class OptimizerSpec:
 def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Give each group's settings (learning rate and so on) without its parameters."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def changed_settings(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Give the settings of each group that are configured otherwise now.
+
+    Raises:
+        ValueError: the number of groups has changed.
+    """
+    if len(old) != len(new):
+        raise ValueError(
+            f"the checkpoint's optimizer has {len(old)} parameter groups, but {len(new)} are configured now."
+        )
+    return [
+        {name: value for name, value in settings.items() if name in before and before[name] != value}
+        for before, settings in zip(old, new, strict=True)
+    ]
 
 
 def named_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, dict[str, Any]]:
@@ -87,11 +112,21 @@ def load_named_state(
     unknown: Sequence[str] = sorted(set(state) - set(parameters))
     if unknown:
         raise ValueError(f"the checkpoint has optimizer state of unknown parameters: {', '.join(unknown[:5])}.")
+    is_step_on_device = {
+        id(parameter): bool(group.get("capturable") or group.get("fused"))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
     optimizer.state.clear()
     for name, entries in state.items():
         parameter = parameters[name]
         optimizer.state[parameter] = {
-            # `step` counters stay where the optimizer wants them: on the CPU unless it is capturable or fused.
-            key: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() > 0 else value
-            for key, value in entries.items()
+            key: _placed(key, value, parameter, is_step_on_device[id(parameter)]) for key, value in entries.items()
         }
+
+
+def _placed(key: str, value: Any, parameter: nn.Parameter, is_step_on_device: bool) -> Any:
+    """Copy an entry to where the optimizer wants it: `step` counters stay on the CPU unless it needs them elsewhere."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.to("cpu" if key == "step" and not is_step_on_device else parameter.device, copy=True)

@@ -81,11 +81,25 @@ def test_metrics_of_every_step_are_in_the_run_folder(tmp_path: Path) -> None:
     rows = list(csv.DictReader((tmp_path / "version_0" / "metrics.csv").open()))
     steps = [row for row in rows if row["reward/mean"]]
     assert [row["step"] for row in steps] == ["0", "1", "2"]
-    names = (
-        "reward/level_reward reward/zero_std_group_frac advantage/abs_mean loss ratio/max_abs_dev ratio/clip_frac "
-        "grad_norm policy_version time/step_s time/generate_s time/score_s time/update_s time/sync_s util/generators "
-        "util/trainers throughput/samples_per_s throughput/samples_per_device_s"
-    ).split()
+    names = [
+        "reward/level_reward",
+        "reward/zero_std_group_frac",
+        "advantage/abs_mean",
+        "loss",
+        "ratio/max_abs_dev",
+        "ratio/clip_frac",
+        "grad_norm",
+        "policy_version",
+        "time/step_s",
+        "time/generate_s",
+        "time/score_s",
+        "time/update_s",
+        "time/sync_s",
+        "util/generators",
+        "util/trainers",
+        "throughput/samples_per_s",
+        "throughput/samples_per_device_s",
+    ]
     for name in names:
         assert all(row[name] for row in steps), name
     assert [float(row["policy_version"]) for row in steps] == [1, 2, 3]

@@ -6,13 +6,13 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-import lightning.pytorch as pl
 from digenrl import DisaggregatedStrategy
 from digenrl.algorithms import FlowGRPO
 from tests.integration.toy_runs import fit, toy_data
@@ -129,6 +129,32 @@ def test_checkpoint_moves_between_stock_and_disaggregated_strategies(tmp_path: P
     _, _ = run(DisaggregatedStrategy(engine="inline"), tmp_path / "disaggregated", max_steps=2, data=prompt_data())
     other = torch.load(tmp_path / "disaggregated" / "step=2.ckpt", weights_only=True)
     assert saved["state_dict"].keys() == other["state_dict"].keys()
+
+
+def test_a_learning_rate_changed_on_resume_is_used(tmp_path: Path) -> None:
+    def plain(lr: float) -> FlowGRPO:
+        return FlowGRPO(ToyPolicy(), level_reward, group_size=4, num_steps=4, lr=lr, clip_range=1e-2)
+
+    checkpoints = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+    fit(DisaggregatedStrategy(engine="inline"), module=plain(1e-3), callbacks=[checkpoints], enable_checkpointing=True)
+    checkpoint = str(tmp_path / "step=1.ckpt")
+    for lr in (1e-3, 5e-2):
+        recorder = StepRecorder()
+        settings: dict[str, Any] = {"ckpt_path": checkpoint, "max_steps": 2, "callbacks": [recorder]}
+        fit(DisaggregatedStrategy(engine="inline"), module=plain(lr), **settings)
+        assert recorder.lrs == [lr]
+
+
+def test_a_learning_rate_changed_under_a_scheduler_is_refused(tmp_path: Path) -> None:
+    run(DisaggregatedStrategy(engine="inline"), tmp_path, max_steps=1, data=prompt_data())
+    with pytest.raises(ValueError, match="`(lr|initial_lr)` of the optimizer was changed, but the checkpoint's LR"):
+        fit(
+            DisaggregatedStrategy(engine="inline"),
+            module=scheduled(lr=5e-2),
+            data=prompt_data(),
+            ckpt_path=str(tmp_path / "step=1.ckpt"),
+            max_steps=2,
+        )
 
 
 def test_seed_given_to_the_module_must_be_the_checkpoints(tmp_path: Path) -> None:

@@ -1,0 +1,55 @@
+"""The checkpoint a run can always go on from."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from digenrl.engines import WorkerError
+
+log = logging.getLogger(__name__)
+
+
+class RunCheckpoint(ModelCheckpoint):
+    """Keeps the newest state of a run in `checkpoints/step=N.ckpt` of its run folder.
+
+    Saved every `every_n_steps` optimizer steps, at the end, and when the run is interrupted or fails, so that
+    `ckpt_path="last"` loses at most the step that was under way.
+
+    Args:
+        every_n_steps: steps between checkpoints.
+        keep: how many to keep; -1 keeps all.
+    """
+
+    def __init__(self, every_n_steps: int = 50, keep: int = 1) -> None:
+        if every_n_steps < 1:
+            raise ValueError(f"`every_n_steps` is a count and must be at least 1, got {every_n_steps}.")
+        super().__init__(filename="{step}", every_n_train_steps=every_n_steps, save_top_k=keep)
+        self._is_latest_last = keep == 1
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the final state."""
+        super().on_train_end(trainer, pl_module)
+        self._save_now(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Save what the last whole step has left."""
+        super().on_exception(trainer, pl_module, exception)
+        try:
+            self._save_now(trainer)
+        except WorkerError as error:
+            log.warning("no checkpoint of the interrupted run: %s", error)
+
+    def _save_now(self, trainer: Trainer) -> None:
+        if self.dirpath is None or not trainer.training or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        newest = Path(self.dirpath) / f"step={trainer.global_step}.ckpt"
+        if newest.exists():
+            return
+        trainer.save_checkpoint(newest)
+        before = Path(self.best_model_path) if self.best_model_path else None
+        if self._is_latest_last and before is not None and before.parent == newest.parent and trainer.is_global_zero:
+            before.unlink(missing_ok=True)

@@ -1,0 +1,103 @@
+"""The check between a reward and the advantages."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from digenrl import Prompt, PromptBatch
+from digenrl.rewards import RewardError, compute_rewards, reward_name
+from tests.toy import level_reward
+
+TEXTS = [f"prompt {row}" for row in range(16)]
+
+
+@pytest.fixture
+def prompts() -> PromptBatch:
+    return PromptBatch.for_validation([Prompt(text, uid) for uid, text in enumerate(TEXTS)], seed=0)
+
+
+def media() -> Tensor:
+    return torch.zeros(16, 3, 2, 2)
+
+
+def reward_that_returns(value: Any) -> Any:
+    def picky_reward(media: Tensor, prompts: PromptBatch) -> Any:
+        return value
+
+    return picky_reward
+
+
+class BrightnessReward(nn.Module):
+    def forward(self, media: Tensor, prompts: PromptBatch) -> Tensor:
+        return media.flatten(1).mean(1) * torch.ones((), requires_grad=True)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("row", [0, 7, 15])
+def test_one_bad_value_of_sixteen_is_an_error_that_names_reward_and_prompt(
+    prompts: PromptBatch, bad: float, row: int
+) -> None:
+    values = torch.arange(16.0)
+    values[row] = bad
+    with pytest.raises(RewardError, match=f"`picky_reward` returned {bad} for 1 of 16.*'prompt {row}'"):
+        compute_rewards(reward_that_returns(values), media(), prompts)
+
+
+def test_several_bad_values_are_counted_and_the_first_is_named(prompts: PromptBatch) -> None:
+    values = torch.zeros(16).index_fill(0, torch.tensor([4, 9, 11]), float("nan"))
+    with pytest.raises(RewardError, match="for 3 of 16 samples, the first for prompt 'prompt 4'"):
+        compute_rewards(reward_that_returns(values), media(), prompts)
+
+
+@pytest.mark.parametrize("bad", [None, [1.0] * 16, 1.0, {"score": torch.zeros(16)}, [None] * 16])
+def test_what_is_no_tensor_is_an_error_that_names_the_type(prompts: PromptBatch, bad: Any) -> None:
+    with pytest.raises(RewardError, match=f"`picky_reward` must return a tensor of 16.*{type(bad).__name__}"):
+        compute_rewards(reward_that_returns(bad), media(), prompts)
+
+
+@pytest.mark.parametrize("shape", [(), (15,), (17,), (16, 1), (1, 16), (0,)])
+def test_another_number_of_values_is_an_error_that_names_the_shape(prompts: PromptBatch, shape: Any) -> None:
+    with pytest.raises(RewardError, match=rf"`picky_reward`.*\[16\], got \[{', '.join(map(str, shape))}\]"):
+        compute_rewards(reward_that_returns(torch.zeros(shape)), media(), prompts)
+
+
+def test_a_value_too_large_for_float32_is_an_error_and_not_a_silent_infinity(prompts: PromptBatch) -> None:
+    values = torch.full((16,), 1e300, dtype=torch.float64)
+    with pytest.raises(RewardError, match="must be finite"):
+        compute_rewards(reward_that_returns(values), media(), prompts)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int64, torch.bool])
+def test_rewards_of_any_type_become_float32_without_a_gradient(prompts: PromptBatch, dtype: torch.dtype) -> None:
+    rewards = compute_rewards(reward_that_returns(torch.tensor([0, 1] * 8).to(dtype)), media(), prompts)
+    assert rewards.dtype == torch.float32
+    assert rewards.tolist() == [0.0, 1.0] * 8
+    assert not compute_rewards(BrightnessReward(), media(), prompts).requires_grad
+
+
+def test_an_error_of_the_reward_itself_is_raised_as_it_is(prompts: PromptBatch) -> None:
+    def server_reward(media: Tensor, prompts: PromptBatch) -> Tensor:
+        raise ConnectionRefusedError("port 8000")
+
+    with pytest.raises(ConnectionRefusedError, match="port 8000"):
+        compute_rewards(server_reward, media(), prompts)
+
+
+def test_a_reward_sees_the_media_and_prompts_row_by_row() -> None:
+    words = ["low", "middle", "high", "top"]
+    prompts = PromptBatch.for_validation([Prompt(word, uid) for uid, word in enumerate(words)], seed=0)
+    brightness = torch.tensor([0.0, 0.5, 0.25, 0.75])
+    rewards = compute_rewards(level_reward, brightness[:, None, None, None].expand(4, 1, 2, 4), prompts)
+    assert rewards.tolist() == pytest.approx([0.0, -0.0625, -0.0625, 0.0])
+
+
+def test_a_reward_is_named_after_its_function_or_class() -> None:
+    assert reward_name(level_reward) == "level_reward"
+    assert reward_name(BrightnessReward()) == "BrightnessReward"
+    assert reward_name(BrightnessReward().forward) == "forward"
+    assert reward_name(partial(level_reward)) == "partial"

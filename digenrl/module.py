@@ -256,15 +256,15 @@ class DiffusionRLModule(LightningModule, ABC):
         self.next_step += 1
         return loss
 
-    def prompt_batch(self, batch: Sequence[Prompt | str]) -> PromptBatch:
-        """Expand a step's prompts to groups, with the seeds of step `next_step`.
+    def prompt_batch(self, batch: Sequence[Prompt | str], *, step: int | None = None) -> PromptBatch:
+        """Expand a step's prompts to groups, with the seeds of that step; None is `next_step`.
 
         Under data-parallel strategies a rank's groups are numbered after those of the ranks before it.
         """
         prompts = as_prompts(batch)
         return PromptBatch.for_step(
             prompts,
-            step=self.next_step,
+            step=self.next_step if step is None else step,
             group_size=self.group_size,
             seed=self.seed,
             first_group=self.global_rank * len(prompts),

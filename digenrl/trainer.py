@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.strategies import Strategy
 
-from digenrl.callbacks import RunCheckpoint, StepProgress
+from digenrl.callbacks import RunCheckpoint, RunProfile, StepProgress
 from digenrl.strategies import DisaggregatedStrategy
 
 
@@ -100,7 +100,7 @@ def _callbacks(
     given = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
     if barebones:
         return given
-    added: list[Callback] = []
+    added: list[Callback] = [RunProfile()]
     if enable_progress_bar is not False and not any(isinstance(callback, ProgressBar) for callback in given):
         added.append(StepProgress())
     if enable_checkpointing is not False and not any(isinstance(callback, Checkpoint) for callback in given):

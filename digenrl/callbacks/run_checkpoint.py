@@ -28,7 +28,7 @@ class RunCheckpoint(ModelCheckpoint):
         if every_n_steps < 1:
             raise ValueError(f"`every_n_steps` is a count and must be at least 1, got {every_n_steps}.")
         super().__init__(filename="{step}", every_n_train_steps=every_n_steps, save_top_k=keep)
-        self._is_latest_last = keep == 1
+        self._keeps_one = keep == 1
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the final state."""
@@ -50,6 +50,6 @@ class RunCheckpoint(ModelCheckpoint):
         if newest.exists():
             return
         trainer.save_checkpoint(newest)
-        before = Path(self.best_model_path) if self.best_model_path else None
-        if self._is_latest_last and before is not None and before.parent == newest.parent and trainer.is_global_zero:
-            before.unlink(missing_ok=True)
+        before, self.best_model_path = self.best_model_path, str(newest)
+        if self._keeps_one and before and Path(before).parent == newest.parent and trainer.is_global_zero:
+            Path(before).unlink(missing_ok=True)

@@ -24,11 +24,12 @@ log = logging.getLogger(__name__)
 TASK_COLORS = {
     "generate": "#4c78a8",
     "score": "#72b7b2",
+    "assist": "#9c6bae",
     "update": "#f28e2b",
     "optimizer": "#d1495b",
     "sync": "#9aa0a8",
 }
-_OTHER_COLOR = "#b279a2"
+_OTHER_COLOR = "#d4a6c8"
 _WIDE = 0.05  # share of the picture's width that has room for a label
 _LONG_S = 10.0  # a picture of more than this has its axis in seconds
 
@@ -94,10 +95,13 @@ class Timeline(Callback):
         self._num_steps_seen = trainer.global_step
         if 0 <= self._num_steps_seen - 1 - self.first_step < self.num_steps:
             assert isinstance(trainer.strategy, DisaggregatedStrategy), "`setup` checks the type"
-            self.spans.extend(trainer.strategy.last_step_spans)
+            self.spans.extend(
+                trainer.strategy.last_step_spans if self.spans else _begun(trainer.strategy.last_step_spans)
+            )
             # Not now: callbacks before this one may have spent time already.
             _, self._pause_start_s = _extent(trainer.strategy.last_step_spans)
-            self._workers = (*trainer.strategy.pool.generators, *trainer.strategy.pool.trainers)
+            pool = trainer.strategy.pool
+            self._workers = (*pool.generators, *pool.trainers, *pool.reward_workers)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write in a pause of the steps, not between two of them."""
@@ -266,6 +270,12 @@ def _lanes(spans: Iterable[WorkerSpan], workers: Iterable[str]) -> list[str]:
 def _extent(spans: Sequence[WorkerSpan]) -> tuple[float, float]:
     """When the first span starts and the last one ends."""
     return min(entry.span.start_s for entry in spans), max(entry.span.end_s for entry in spans)
+
+
+def _begun(spans: Sequence[WorkerSpan]) -> list[WorkerSpan]:
+    """Leave out the loads before the first step's own work: they belong to the step before, which is not shown."""
+    start_s, _ = _extent([entry for entry in spans if entry.task != "sync"])
+    return [entry for entry in spans if entry.span.end_s >= start_s]
 
 
 def _group(worker: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -14,7 +15,10 @@ from digenrl.cli.errors import UsageError, one_line, suggest
 SUBCOMMANDS = {
     "fit": "train a policy with a reward",
     "validate": "score a policy on the validation prompts",
+    "simulate": "compare the ways to run a workload on a cluster",
+    "plan": "find the best strategy for a number of devices",
 }
+_WITHOUT_TORCH = ("simulate", "plan")
 
 _HELP = f"""usage: digenrl COMMAND [--config FILE] [--key value]...
 
@@ -28,6 +32,8 @@ commands:
   digenrl fit --config run.yaml --print_config       see all settings, run nothing
   digenrl fit --config run.yaml --ckpt_path last     continue the newest run
   digenrl fit --help                                 all settings
+  digenrl simulate --config cluster.yaml             what each mechanism would gain
+  digenrl plan --devices 32 --profile profile.json   what to set, from what a run has measured
 
 options:
   -h, --help  show this
@@ -63,6 +69,8 @@ def _run(subcommand: str, words: Sequence[str]) -> int:
             commands = " or ".join(SUBCOMMANDS)
             raise UsageError(f"`{subcommand}` must stand behind a command, {commands}: digenrl fit {subcommand}")
         raise UsageError(f"`{subcommand}` is not a command{suggest(subcommand, SUBCOMMANDS)}")
+    if subcommand in _WITHOUT_TORCH:
+        return int(importlib.import_module(f"digenrl.cli.{subcommand}").run(words))
     from digenrl.cli.arguments import read_arguments
 
     arguments = read_arguments(words)

@@ -97,6 +97,7 @@ class PromptData(LightningDataModule):
             shuffle=self.shuffle,
             rank=rank,
             num_ranks=num_ranks,
+            limit=self.trainer.limit_train_batches if self.trainer is not None else None,
         )
 
     def val_dataloader(self) -> list[DataLoader[Prompt]]:
@@ -133,6 +134,19 @@ class _PromptRows(Dataset[Prompt]):
         return self._rows[index]
 
 
+def epoch_length(loader: Any, limit: int | float | None) -> int | None:
+    """Give the batches that Lightning takes of an epoch, None if it takes what there is of an unknown number.
+
+    Args:
+        loader: with or without a length.
+        limit: Lightning's `limit_train_batches`: a count, a share, or None.
+    """
+    length = len(loader) if hasattr(loader, "__len__") else None
+    if isinstance(limit, int):
+        return limit if length is None else min(length, limit)
+    return length if length is None or limit is None else int(length * limit)
+
+
 class PromptLoader:
     """Yields one list of prompts per step, computed from the position alone."""
 
@@ -145,6 +159,7 @@ class PromptLoader:
         shuffle: bool,
         rank: int = 0,
         num_ranks: int = 1,
+        limit: int | float | None = None,
     ) -> None:
         self._prompts = prompts
         self._prompts_per_step = prompts_per_step
@@ -152,6 +167,7 @@ class PromptLoader:
         self._shuffle = shuffle
         self._rank = rank
         self._num_ranks = num_ranks
+        self._limit = limit
         self._epoch = -1
         self._num_yielded = 0
         self._start = 0
@@ -183,7 +199,9 @@ class PromptLoader:
         """Continue after the last batch that was yielded."""
         self._epoch, self._num_yielded = state_dict["epoch"], state_dict["num_yielded"]
         self._start = 0
-        if self._epoch >= 0 and self._num_yielded < len(self):
+        num_batches = epoch_length(self, self._limit)
+        assert num_batches is not None, "the loader has a length"
+        if self._epoch >= 0 and self._num_yielded < num_batches:
             self._epoch, self._start = self._epoch - 1, self._num_yielded
 
     def _prompt_at(self, position: int) -> Prompt:

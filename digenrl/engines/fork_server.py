@@ -17,7 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import traceback
 from contextlib import suppress
 
 from digenrl.engines.local_worker import serve
@@ -34,12 +34,11 @@ class ForkServer:
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    def fork(self, worker: str, connection: socket.socket, env: Mapping[str, str]) -> int:
+    def fork(self, worker: str, connection: socket.socket) -> int:
         """Fork a worker that serves `connection`; returns its process id."""
         if not self._is_running():
             self._start()
-        request = ("fork", worker, {**os.environ, **env}, sys.path, os.getcwd())
-        pid = self._request(request, [connection.fileno()])
+        pid = self._request(("fork", worker), [connection.fileno()])
         assert isinstance(pid, int)
         return pid
 
@@ -100,11 +99,11 @@ def main(fd: int) -> None:
         if not message:
             return
         match pickle.loads(message):
-            case ("fork", worker, env, path, folder):
+            case ("fork", worker):
                 pid = os.fork()
                 if pid == 0:
                     server.close()
-                    _run_worker(worker, fds[0], env, path, folder)
+                    _run_worker(worker, fds[0])
                 os.close(fds[0])
                 server.send(pickle.dumps(pid))
             case ("stop",):
@@ -121,13 +120,12 @@ def _wait_for(pid: int) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def _run_worker(worker: str, fd: int, env: Mapping[str, str], path: list[str], folder: str) -> None:
+def _run_worker(worker: str, fd: int) -> None:
     die_with_parent()
-    os.environ.update(env)
-    os.chdir(folder)
-    sys.path[:] = path
     try:
         serve(worker, fd)
+    except BaseException:  # such as `sys.exit` in a task: say why before the process ends
+        traceback.print_exc()
     finally:
         os._exit(1)  # never return into the server's loop
 

@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -55,10 +56,12 @@ class LocalEngine(Engine):
         assert worker not in self._processes, f"worker {worker} runs already"
         ours, theirs = socket.socketpair()
         with theirs:
-            pid = _fork_server.fork(worker, theirs, env or {})
+            pid = _fork_server.fork(worker, theirs)
         self._causes.pop(worker, None)
-        self._processes[worker] = _Process(pid, Connection(ours.detach()))
+        process = self._processes[worker] = _Process(pid, Connection(ours.detach()))
         try:
+            # The driver's surroundings of now; the server has those of its own start.
+            process.connection.send_bytes(pickle.dumps(({**os.environ, **(env or {})}, sys.path, os.getcwd())))
             self.call(worker, "__start__", factory)
         except BaseException:
             self.kill(worker)

@@ -28,8 +28,11 @@ def serve(worker: str, fd: int) -> None:
 
     from digenrl.engines.shared_memory import SharedMemoryStore
 
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     connection = Connection(fd)
+    env, sys.path[:], folder = pickle.loads(connection.recv_bytes())
+    os.environ.update(env)
+    os.chdir(folder)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     # A thread reads, so that the driver never blocks on a worker that is itself sending.
     threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()

@@ -15,6 +15,9 @@ class Slice:
     start: int
     stop: int
 
+    def __len__(self) -> int:
+        return self.stop - self.start
+
     def __str__(self) -> str:
         return f"samples {self.start}-{self.stop - 1} of step {self.step}"
 
@@ -28,6 +31,9 @@ class MicroBatch:
     start: int
     stop: int
     slices: tuple[Slice, ...]
+
+    def __len__(self) -> int:
+        return self.stop - self.start
 
     def __str__(self) -> str:
         return f"micro-batch {self.index} of step {self.step}"

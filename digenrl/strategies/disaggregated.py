@@ -24,9 +24,10 @@ from torch.optim import Optimizer
 from digenrl.data import PromptData
 from digenrl.engines import Engine, InlineEngine, LocalEngine
 from digenrl.module import DiffusionRLModule
-from digenrl.scheduling import cut_step
+from digenrl.scheduling import Scheduler, SchedulingPolicy, cut_step
+from digenrl.scheduling.profile import Profile
 from digenrl.strategies import skeleton
-from digenrl.strategies.driver import StepDriver, WorkerSpan
+from digenrl.strategies.driver import StepDriver, StepPlan, WorkerSpan
 from digenrl.strategies.lookahead import LookaheadLoader
 from digenrl.strategies.optimizers import OptimizerSpec, changed_settings, hyper_parameters
 from digenrl.strategies.pool import WorkerPool
@@ -69,8 +70,11 @@ class DisaggregatedStrategy(Strategy):
         groups_per_micro_batch: int | Literal["all"] = 1,
         generation_batch_size: int | None = None,
         timestep_batch_size: int | Literal["all"] = "all",
-        trainer_assist: Literal["off"] = "off",
+        trainer_assist: str = "optimal",
+        assist_switch: Literal["none", "offload"] = "none",
         staleness: float = 0.0,
+        staleness_mode: Literal["cap", "exact"] = "cap",
+        reward_workers: int = 0,
         task_timeout_s: float = 3600.0,
     ) -> None:
         """Describe the workers and the pipeline; nothing is started.
@@ -83,8 +87,13 @@ class DisaggregatedStrategy(Strategy):
                 for the whole step before training begins.
             generation_batch_size: most samples that a generator makes at a time; None sets no bound.
             timestep_batch_size: timesteps trained in one forward and backward (timestep parallelism).
-            trainer_assist: whether idle trainers generate; only `"off"` in this version.
-            staleness: largest fraction of a step made with the previous weights; only 0 in this version.
+            trainer_assist: whether trainers generate where that ends the step earlier: `"off"`, `"static:K"` (K
+                micro-batches a step), `"search"` (at bubbles) or `"optimal"`.
+            assist_switch: `"offload"` moves gradients and optimizer state to host memory while a trainer generates.
+            staleness: largest fraction of a step's samples that may be made with the weights before its own, while
+                those are still being trained, in [0, 1); 0 is strictly on-policy.
+            staleness_mode: `"cap"` makes them early as timing allows, `"exact"` the same ones in every run.
+            reward_workers: workers that only score; 0 lets the maker of a sample score it.
             task_timeout_s: seconds after which a worker's task is given up; the error names both.
 
         Raises:
@@ -99,16 +108,16 @@ class DisaggregatedStrategy(Strategy):
         }.items():
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"`{name}` is a count and must be at least 1, got {value!r}.")
+        if not isinstance(reward_workers, int) or reward_workers < 0:
+            raise ValueError(f"`reward_workers` is a count and must be at least 0, got {reward_workers!r}.")
+        if assist_switch not in ("none", "offload"):
+            raise ValueError(f"`assist_switch` must be none or offload, got {assist_switch!r}.")
         if engine not in _ENGINES:
             raise ValueError(f"`engine` must be one of {', '.join(_ENGINES)}, got {engine!r}.")
         if engine == "inline" and trainers > 1:
             raise ValueError(
                 f"`trainers` must be 1 with engine `inline`, got {trainers}: ranks need processes of their own."
             )
-        if trainer_assist != "off":
-            raise ValueError(f"`trainer_assist` must be `off` in this version, got {trainer_assist!r}.")
-        if staleness != 0:
-            raise ValueError(f"`staleness` must be 0 in this version, got {staleness}.")
         if task_timeout_s <= 0:
             raise ValueError(f"`task_timeout_s` must be above 0, got {task_timeout_s}.")
         self.generators = generators
@@ -117,6 +126,9 @@ class DisaggregatedStrategy(Strategy):
         self.groups_per_micro_batch = groups_per_micro_batch
         self.generation_batch_size = generation_batch_size
         self.timestep_batch_size = timestep_batch_size
+        self.scheduling_policy = SchedulingPolicy(trainer_assist, staleness, staleness_mode)
+        self.assist_switch = assist_switch
+        self.reward_workers = reward_workers
         self.task_timeout_s = task_timeout_s
         self.parallel_devices: list[torch.device] | None = None  # the Trainer sets these two
         self.num_nodes = 1
@@ -131,6 +143,7 @@ class DisaggregatedStrategy(Strategy):
         self._module_blob: bytes | None = None
         self._built_module: DiffusionRLModule | None = None
         self._has_failed = False
+        self._num_groups = 0
         self._window = _Window()
         self._step_metrics: dict[str, float] = {}
         self._configured_settings: list[dict[str, Any]] = []
@@ -230,8 +243,10 @@ class DisaggregatedStrategy(Strategy):
                 engine,
                 num_generators=self.generators,
                 num_trainers=self.trainers,
+                num_reward_workers=self.reward_workers,
                 device=self._worker_device,
                 precision="bf16-mixed" if self.precision_plugin.precision == "bf16-mixed" else "32-true",
+                offloads_to_assist=self.assist_switch == "offload",
             )
             weakref.finalize(self, self._pool.shutdown)
             self._pool.start_generators()
@@ -248,11 +263,19 @@ class DisaggregatedStrategy(Strategy):
         if self._driver is None:
             self.pool.connect_trainers(self.policy_version)
         self.setup_optimizers(trainer)
-        self._driver = StepDriver(
-            self.pool.engine,
-            self.pool.generators,
-            self.pool.trainers,
-            policy_version=self.policy_version,
+        self._driver = self._make_driver()
+
+    def _make_driver(self) -> StepDriver:
+        pool = self.pool
+        return StepDriver(
+            pool,
+            Scheduler(
+                pool.generators,
+                reward_workers=pool.reward_workers,
+                policy=self.scheduling_policy,
+                policy_version=self.policy_version,
+            ),
+            self.module,
             timestep_batch_size=None if self.timestep_batch_size == "all" else self.timestep_batch_size,
         )
 
@@ -267,7 +290,7 @@ class DisaggregatedStrategy(Strategy):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Wrap the training data, so that a resume repeats exactly the batches that no optimizer step has seen."""
         if self._trainer.state.fn == TrainerFn.FITTING and self._trainer.training:
-            self._loader = LookaheadLoader(dataloader)
+            self._loader = LookaheadLoader(dataloader, limit=self._trainer.limit_train_batches)
             return self._loader
         return dataloader
 
@@ -283,10 +306,15 @@ class DisaggregatedStrategy(Strategy):
         if self.num_nodes != 1:
             raise ValueError(f"`num_nodes` must be 1 in this version, got {self.num_nodes}.")
         num_devices = len(self.parallel_devices or [])
-        if self._worker_device == "cuda" and self.generators + self.trainers > num_devices:
+        if self._worker_device == "cuda" and self._num_devices > num_devices:
             raise ValueError(
-                f"`generators` + `trainers` need a device each, {self.generators} + {self.trainers} in all, "
+                f"`generators`, `trainers` and `reward_workers` need a device each, {self._num_devices} in all, "
                 f"but the Trainer has {num_devices}."
+            )
+        if self.scheduling_policy.staleness > 0 and trainer.accumulate_grad_batches != 1:
+            raise ValueError(
+                f"`staleness` must be 0 with `accumulate_grad_batches` {trainer.accumulate_grad_batches}: the batches "
+                "of a window have the same weights, so none of them can be stale."
             )
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if type(callback).__name__ in _WEIGHT_AVERAGING:
@@ -340,31 +368,87 @@ class DisaggregatedStrategy(Strategy):
         assert self._driver is not None, "`setup` makes the driver"
         module, trainer = self.module, self._trainer
         self._window.begin()
+        step = module.next_step
+        if not self._driver.has_step(step):
+            self._driver.add_step(self._plan(batch, step))
+        self._look_ahead()
+        result = self._driver.run_step(step, self._poll)
         prompts = module.prompt_batch(batch)
-        num_groups = len(prompts) // module.group_size
+        loss = result.loss * trainer.accumulate_grad_batches
+        module.log_step(prompts, result.rewards, result.advantages, loss, result.metrics)
+        self.module.log_dict(
+            {
+                "staleness/frac": result.num_stale_samples / len(prompts),
+                "assist/micro_batches": float(result.num_assisted),
+            }
+        )
+        module.next_step += 1
+        self._window.num_batches += 1
+        self._window.num_samples += len(prompts)
+        return torch.tensor(loss)
+
+    def _plan(self, batch: Any, step: int) -> StepPlan:
+        """Cut a batch of prompts to a step's work."""
+        module = self.module
+        prompts = module.prompt_batch(batch, step=step)
+        num_groups = self._num_groups = len(prompts) // module.group_size
         micro_batches = cut_step(
-            prompts.step,
+            step,
             num_groups=num_groups,
             group_size=module.group_size,
             groups_per_micro_batch=self._micro_batch_groups(num_groups),
             num_generators=self.generators,
             generation_batch_size=self.generation_batch_size,
         )
-        result = self._driver.run_step(
-            module,
+        return StepPlan(
             prompts,
             micro_batches,
-            policy_version=self.policy_version,
+            policy_version=self.policy_version + step - module.next_step,
             # Lightning divides the loss of a batch by the batches of the window.
-            num_rows=module.select_timesteps(prompts).numel() * trainer.accumulate_grad_batches,
-            poll=self._poll,
+            num_rows=module.select_timesteps(prompts).numel() * self._trainer.accumulate_grad_batches,
         )
-        loss = result.loss * trainer.accumulate_grad_batches
-        module.log_step(prompts, result.rewards, result.advantages, loss, result.metrics)
-        module.next_step += 1
-        self._window.num_batches += 1
-        self._window.num_samples += len(prompts)
-        return torch.tensor(loss)
+
+    def _look_ahead(self) -> None:
+        """Make the next step's work known, for generators that have nothing left to do in this one."""
+        assert self._driver is not None
+        if self.scheduling_policy.staleness == 0 or self._loader is None or self._is_last_step():
+            return
+        next_step = self.module.next_step + 1
+        for batch in self._loader.peek(1):
+            if not self._driver.has_step(next_step):
+                self._driver.add_step(self._plan(batch, next_step))
+
+    def _is_last_step(self) -> bool:
+        """Whether Lightning will not ask for the batch that the loader would give next."""
+        trainer = self._trainer
+        if trainer.max_steps != -1 and trainer.global_step + 1 >= trainer.max_steps:
+            return True
+        if not trainer.is_last_batch:
+            return False
+        is_last_epoch = trainer.max_epochs not in (None, -1) and trainer.current_epoch + 1 >= (trainer.max_epochs or 0)
+        # `limit_train_batches` leaves an epoch before the loader does.
+        return is_last_epoch or self._loader is None or trainer.num_training_batches != len(self._loader)
+
+    def profile(self) -> Profile | None:
+        """Give the durations this run has measured; None before its first step is over."""
+        measured = self._driver.durations.as_dict() if self._driver is not None else {}
+        if not {"generate", "score", "update", "load", "optimizer", "publish"} <= measured.keys():
+            return None
+        return Profile(
+            generate_s=measured["generate"],
+            score_s=measured["score"],
+            update_s=measured["update"],
+            assist_s=measured.get("assist"),
+            load_s=measured["load"],
+            optimizer_s=measured["optimizer"],
+            publish_s=measured["publish"],
+            switch_s=measured.get("switch", 0.0),
+            num_groups=self._num_groups,
+            group_size=self.module.group_size,
+            generators=self.generators,
+            trainers=self.trainers,
+            timestep_batch_size=self.timestep_batch_size,
+        )
 
     def validation_step(self, batch: Any, *args: Any) -> None:
         """Run the module's `validation_step` on the generators and log what it logs."""
@@ -379,6 +463,7 @@ class DisaggregatedStrategy(Strategy):
         raise RuntimeError("`predict` is not available under `DisaggregatedStrategy`; use `module.sample(prompts)`.")
 
     def _evaluate(self, hook: str, batch: Any, *args: Any) -> None:
+        self._pause()
         for num_samples, call in self.pool.evaluate(hook, batch, *args):
             self.module.log(call.name, call.value, **{"batch_size": num_samples, **call.kwargs})
 
@@ -398,12 +483,12 @@ class DisaggregatedStrategy(Strategy):
         reports = self.pool.optimizer_step(settings, *self.precision_plugin.take_clipping())
         self.policy_version += 1
         norm = next(iter(reports.values())).gradient_norm
-        publish_s = time.monotonic()
-        loads = self.pool.publish(
-            self.policy_version, must_change=norm > 0 and any(group["lr"] > 0 for group in settings)
-        )
-        sync = Span(publish_s, time.monotonic())
-        self._driver.expect_weights(loads, self.policy_version)
+        stepped_s = time.monotonic()
+        self.pool.publish(self.policy_version, must_change=norm > 0 and any(group["lr"] > 0 for group in settings))
+        sync = Span(stepped_s, time.monotonic())
+        self._driver.durations.observe("publish", sync.seconds)
+        self._driver.durations.observe("optimizer", max(report.span.seconds for report in reports.values()))
+        self._driver.announce_weights(self.policy_version)
         if self._loader is not None:
             self._loader.commit(self._window.num_batches)
         self._close_window(reports, norm, sync)
@@ -430,13 +515,23 @@ class DisaggregatedStrategy(Strategy):
             "time/generate_s": busy_s("generate"),
             "time/score_s": busy_s("score"),
             "time/update_s": busy_s("update"),
+            "time/assist_s": busy_s("assist"),
             "time/sync_s": sync.seconds,
             "util/generators": busy_s("generate", "score") / (step_s * self.generators),
-            "util/trainers": busy_s("update", "optimizer") / (step_s * self.trainers),
+            "util/trainers": busy_s("assist", "update", "optimizer") / (step_s * self.trainers),
             "throughput/samples_per_s": num_samples / step_s,
-            "throughput/samples_per_device_s": num_samples / step_s / (self.generators + self.trainers),
+            "throughput/samples_per_device_s": num_samples / step_s / self._num_devices,
         }
         self._window = _Window()
+
+    @property
+    def _num_devices(self) -> int:
+        return self.generators + self.trainers + self.reward_workers
+
+    def _pause(self) -> None:
+        """Bring the generators up to date and keep them free."""
+        if self._driver is not None:
+            self._driver.pause(self._poll)
 
     def _poll(self) -> None:
         # Lightning looks for SIGTERM between batches only, and a step may take minutes.
@@ -466,8 +561,9 @@ class DisaggregatedStrategy(Strategy):
         self.pool.push_state_dict(checkpoint["state_dict"], strict)
         self.pool.resume(self.policy_version, self.module.seed)
         if self._driver is not None:
-            loads = self.pool.publish(self.policy_version, must_change=False)
-            self._driver.expect_weights(loads, self.policy_version)
+            # Generators have the weights already, under the same version.
+            self.pool.publish(self.policy_version, must_change=False)
+            self._driver = self._make_driver()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Give the optimizer's settings, and its state fetched from the trainers."""
@@ -497,7 +593,7 @@ class DisaggregatedStrategy(Strategy):
                 )
             group.update({**settings, **changed})
             for name, value in changed.items():
-                log.info("`%s` of the optimizer is %s now, and was %s in the checkpoint", name, value, settings[name])
+                log.debug("`%s` of the optimizer is %s now, and was %s in the checkpoint", name, value, settings[name])
         self.pool.push_optimizer_state(saved["state"])
 
     # ---- the end -------------------------------------------------------------------------------------------
@@ -508,11 +604,14 @@ class DisaggregatedStrategy(Strategy):
 
     def teardown(self) -> None:
         """Give the module its own `configure_model` back; end the workers only after an error."""
-        self.module.__dict__.pop("configure_model", None)
+        if isinstance(self._lightning_module, DiffusionRLModule):
+            vars(self._lightning_module).pop("configure_model", None)
         self.precision_plugin.inner.teardown()
         self.checkpoint_io.teardown()
         if self._has_failed:
             self.shutdown()
+        elif self._driver is not None and self._trainer.state.fn == TrainerFn.FITTING:
+            self._driver.close(self._poll)  # later validations see the final weights
 
     def shutdown(self) -> None:
         """End all workers; the module is left without weights, as before `fit`. Safe to call twice."""
@@ -572,6 +671,7 @@ class _RemoteModule:
         self._strategy.pool.push_state_dict(state_dict, strict)
 
     def sample(self, prompts: PromptBatch) -> Tensor:
+        self._strategy._pause()
         return self._strategy.pool.sample(prompts)
 
     def step_metrics(self) -> dict[str, float]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,21 +16,30 @@ from digenrl.metrics import MetricAccumulator, MetricValue
 from digenrl.module import DiffusionRLModule
 from digenrl.scheduling import (
     Action,
+    Assist,
+    Assisted,
+    Durations,
     Event,
     FinishStep,
     Generate,
     Generated,
+    LoadWeights,
     MicroBatch,
+    Paused,
+    Resumed,
     Scheduler,
     Score,
     Scored,
     Slice,
+    StepAdded,
     StepStarted,
     Update,
     Updated,
     WeightsLoaded,
+    WeightsPublished,
 )
-from digenrl.strategies.workers import GenerateReport, ScoreReport, Span, UpdateReport
+from digenrl.strategies.pool import WorkerPool
+from digenrl.strategies.workers import AssistReport, GenerateReport, ScoreReport, Span, UpdateReport
 from digenrl.types import PromptBatch
 
 _POLL_S = 0.2  # how long a signal may go unnoticed
@@ -46,6 +56,18 @@ class WorkerSpan:
 
 
 @dataclass(frozen=True)
+class StepPlan:
+    """A step's work."""
+
+    prompts: PromptBatch  # B samples
+    micro_batches: tuple[MicroBatch, ...]
+    policy_version: int
+    """Of the weights that train it."""
+    num_rows: int
+    """The divisor of all losses."""
+
+
+@dataclass(frozen=True)
 class StepResult:
     """What the driver knows of a step once all its gradients are accumulated."""
 
@@ -54,19 +76,9 @@ class StepResult:
     loss: float
     """Mean over the step's rows."""
     metrics: dict[str, MetricValue]
-
-
-@dataclass
-class _StepState:
-    prompts: PromptBatch
-    num_rows: int
-    rewards: Tensor
-    advantages: Tensor
-    trajectories: dict[Slice, ObjectRef] = field(default_factory=dict)
-    unreported_ranks: dict[MicroBatch, set[str]] = field(default_factory=dict)
-    loss_sum: float = 0.0
-    metrics: MetricAccumulator = field(default_factory=MetricAccumulator)
-    is_finished: bool = False
+    num_stale_samples: int
+    num_assisted: int
+    """Micro-batches that the trainers made."""
 
 
 class StepDriver:
@@ -77,128 +89,240 @@ class StepDriver:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        generators: Sequence[str],
-        trainers: Sequence[str],
-        *,
-        policy_version: int,
-        timestep_batch_size: int | None,
+        self, pool: WorkerPool, scheduler: Scheduler, module: DiffusionRLModule, *, timestep_batch_size: int | None
     ) -> None:
-        self._engine = engine
-        self._trainers = tuple(trainers)
+        """Drive the workers of `pool`, which are idle; `module` decides advantages, its weights are not touched."""
+        self._pool = pool
+        self._engine: Engine = pool.engine
+        self._scheduler = scheduler
+        self._module = module
         self._timestep_batch_size = timestep_batch_size
-        self._scheduler = Scheduler(generators, policy_version=policy_version)
+        self._events: deque[Event] = deque()
         self._pending: dict[Task, Callable[[], list[Event]]] = {}
+        self._steps: dict[int, _StepBook] = {}
         self._spans: list[WorkerSpan] = []
+        self._is_paused = False
 
-    def run_step(
-        self,
-        module: DiffusionRLModule,
-        prompts: PromptBatch,
-        micro_batches: tuple[MicroBatch, ...],
-        *,
-        policy_version: int,
-        num_rows: int,
-        poll: Callable[[], None],
-    ) -> StepResult:
-        """Generate, score and train one step's samples.
+    def add_step(self, plan: StepPlan) -> None:
+        """Make a step's work known; generators may begin with it while the step before is trained."""
+        self._steps[plan.prompts.step] = _StepBook(plan)
+        self._observe(StepAdded(plan.micro_batches, plan.policy_version))
+
+    def has_step(self, step: int) -> bool:
+        """Whether a step was added and is not finished."""
+        return step in self._steps
+
+    def run_step(self, step: int, poll: Callable[[], None]) -> StepResult:
+        """Generate, score and train a step that was added.
 
         Args:
-            module: decides the advantages; its weights are not touched.
-            prompts: the step's B samples.
-            micro_batches: how they are cut.
-            policy_version: of the weights that must make them.
-            num_rows: the divisor of all losses.
+            step: its index.
             poll: called at least every 0.2 s; may raise to end the step.
         """
-        empty = torch.full((len(prompts),), float("nan"))
-        step = _StepState(prompts, num_rows, empty, empty.clone())
-        events: deque[Event] = deque([StepStarted(micro_batches, policy_version)])
-        while not step.is_finished:
-            while events:
-                for action in self._scheduler.observe(events.popleft()):
-                    self._perform(action, module, step)
-            if not step.is_finished:
-                poll()
-                for task in self._engine.wait(list(self._pending), _POLL_S):
-                    events.extend(self._pending.pop(task)())
-        self._free(step)
-        return StepResult(step.rewards, step.advantages, step.loss_sum / num_rows, step.metrics.take())
+        if self._is_paused:
+            self._is_paused = False
+            self._observe(Resumed())
+        book = self._steps[step]
+        self._observe(StepStarted(step))
+        self._run(lambda: book.finish is not None, poll)
+        assert book.finish is not None, "that is what `_run` waits for"
+        self._free(self._steps.pop(step))
+        return StepResult(
+            book.rewards,
+            book.advantages,
+            book.loss_sum / book.plan.num_rows,
+            book.metrics.take(),
+            book.finish.num_stale_samples,
+            book.finish.num_assisted,
+        )
 
-    def expect_weights(self, loads: Mapping[str, Task], version: int) -> None:
-        """Tell the scheduler of each generator's new weights once it has loaded them, during the next step."""
-        for generator, task in loads.items():
-            self._pending[task] = partial(self._on_loaded, generator, version, task)
+    def announce_weights(self, version: int) -> None:
+        """Tell the scheduler that weights were published: generators load them when they are free."""
+        self._observe(WeightsPublished(version))
+
+    def pause(self, poll: Callable[[], None]) -> None:
+        """Let generators finish what they make, load the published weights and wait; the next step resumes."""
+        if not self._is_paused:
+            self._is_paused = True
+            self._observe(Paused())
+        self._run(lambda: self._scheduler.is_quiet, poll)
+
+    def close(self, poll: Callable[[], None]) -> None:
+        """Pause, and let go of steps that were begun ahead and will not be trained."""
+        self.pause(poll)
+        for book in self._steps.values():
+            self._free(book)
+        self._steps.clear()
+
+    @property
+    def durations(self) -> Durations:
+        """Running averages of what tasks take, as the scheduler sees them."""
+        return self._scheduler.durations
 
     def take_spans(self) -> tuple[WorkerSpan, ...]:
         """Hand over what workers did since the last call."""
         spans, self._spans = tuple(self._spans), []
         return spans
 
-    def _perform(self, action: Action, module: DiffusionRLModule, step: _StepState) -> None:
+    # ---- the loop ------------------------------------------------------------------------------------------
+
+    def _run(self, is_over: Callable[[], bool], poll: Callable[[], None]) -> None:
+        while not is_over():
+            poll()
+            for task in self._engine.wait(list(self._pending), _POLL_S):
+                for event in self._pending.pop(task)():
+                    self._observe(event)
+
+    def _observe(self, event: Event) -> None:
+        for action in self._scheduler.observe(event, time.monotonic()):
+            self._perform(action)
+
+    def _perform(self, action: Action) -> None:
         match action:
             case Generate(part, generator):
-                prompts = step.prompts.select(slice(part.start, part.stop))
-                task = self._engine.submit(generator, "generate", prompts)
-                self._pending[task] = partial(self._on_generated, part, generator, task, step)
-            case Score(part, generator):
-                task = self._engine.submit(generator, "score", step.trajectories[part])
-                self._pending[task] = partial(self._on_scored, part, generator, task, step)
+                book = self._steps[part.step]
+                task = self._engine.submit(generator, "generate", book.prompts_of(part))
+                self._pending[task] = partial(self._on_generated, part, generator, task, book)
+            case Score(part, worker):
+                book = self._steps[part.step]
+                task = self._engine.submit(worker, "score", book.trajectories[part])
+                self._pending[task] = partial(self._on_scored, part, worker, task, book)
+            case LoadWeights(generator, version):
+                task = self._pool.load_weights(generator, version)
+                self._pending[task] = partial(self._on_loaded, generator, version, task)
+            case Assist(micro_batch):
+                self._submit_assist(micro_batch)
             case Update(micro_batch):
-                self._submit_update(micro_batch, module, step)
+                self._submit_update(micro_batch)
             case FinishStep():
-                step.is_finished = True
+                self._steps[action.step].finish = action
 
     def _on_loaded(self, generator: str, version: int, task: Task) -> list[Event]:
         self._spans.append(WorkerSpan(generator, "sync", f"version {version}", task.result()))
         return [WeightsLoaded(generator, version)]
 
-    def _on_generated(self, part: Slice, generator: str, task: Task, step: _StepState) -> list[Event]:
+    def _on_generated(self, part: Slice, generator: str, task: Task, book: _StepBook) -> list[Event]:
         report: GenerateReport = task.result()
-        step.trajectories[part] = report.trajectory
-        step.metrics.join(report.metrics)
+        book.trajectories[part] = report.trajectory
+        book.metrics.join(report.metrics)
         self._spans.append(WorkerSpan(generator, "generate", str(part), report.span))
         return [Generated(part, generator)]
 
-    def _on_scored(self, part: Slice, generator: str, task: Task, step: _StepState) -> list[Event]:
+    def _on_scored(self, part: Slice, worker: str, task: Task, book: _StepBook) -> list[Event]:
         report: ScoreReport = task.result()
-        step.rewards[part.start : part.stop] = torch.tensor(report.rewards)
-        step.metrics.join(report.metrics)
-        self._spans.append(WorkerSpan(generator, "score", str(part), report.span))
-        return [Scored(part, generator)]
+        book.rewards[part.start : part.stop] = torch.tensor(report.rewards)
+        book.metrics.join(report.metrics)
+        self._spans.append(WorkerSpan(worker, "score", str(part), report.span))
+        return [Scored(part, worker)]
 
-    def _submit_update(self, micro_batch: MicroBatch, module: DiffusionRLModule, step: _StepState) -> None:
+    # ---- the trainer group ---------------------------------------------------------------------------------
+
+    def _submit_assist(self, micro_batch: MicroBatch) -> None:
+        """Let the ranks share a micro-batch's slices; each is the batch that a generator would have made."""
+        book = self._steps[micro_batch.step]
+        ranks = self._pool.trainers
+        for rank, trainer in enumerate(ranks):
+            parts = micro_batch.slices[rank :: len(ranks)]
+            task = self._engine.submit(trainer, "assist", [book.prompts_of(part) for part in parts])
+            self._expect_from_rank(trainer, micro_batch, task, partial(self._on_assist_report, parts, trainer, book))
+
+    def _on_assist_report(
+        self, parts: Sequence[Slice], trainer: str, book: _StepBook, micro_batch: MicroBatch, report: AssistReport
+    ) -> float:
+        for part, trajectory, rewards in zip(parts, report.trajectories, report.rewards, strict=True):
+            book.trajectories[part] = trajectory
+            book.rewards[part.start : part.stop] = torch.tensor(rewards)
+        book.metrics.join(report.metrics)
+        self._spans.append(WorkerSpan(trainer, "assist", str(micro_batch), report.span))
+        return report.switch_s
+
+    def _submit_update(self, micro_batch: MicroBatch) -> None:
+        book = self._steps[micro_batch.step]
         rows = slice(micro_batch.start, micro_batch.stop)
-        rewards = step.rewards[rows].clone()
-        group_ids = torch.tensor(step.prompts.group_ids[rows])
-        step.advantages[rows] = module.advantages(rewards, group_ids).to(step.advantages.dtype)
-        trajectories = [step.trajectories[part] for part in micro_batch.slices]
-        step.unreported_ranks[micro_batch] = set(self._trainers)
-        for trainer in self._trainers:
+        rewards = book.rewards[rows].clone()
+        group_ids = torch.tensor(book.plan.prompts.group_ids[rows])
+        advantages = self._module.advantages(rewards, group_ids).to(book.advantages.dtype)
+        book.advantages[rows] = advantages
+        trajectories = [book.trajectories[part] for part in micro_batch.slices]
+        for trainer in self._pool.trainers:
             task = self._engine.submit(
                 trainer,
                 "update",
                 trajectories,
                 rewards,
-                step.advantages[rows].clone(),
-                num_rows=step.num_rows,
+                advantages,
+                num_rows=book.plan.num_rows,
                 timestep_batch_size=self._timestep_batch_size,
             )
-            self._pending[task] = partial(self._on_updated, micro_batch, trainer, task, step)
+            self._expect_from_rank(trainer, micro_batch, task, partial(self._on_update_report, trainer, book))
 
-    def _on_updated(self, micro_batch: MicroBatch, trainer: str, task: Task, step: _StepState) -> list[Event]:
-        report: UpdateReport = task.result()
-        step.loss_sum += report.loss_sum
-        step.metrics.join(report.metrics)
+    def _on_update_report(self, trainer: str, book: _StepBook, micro_batch: MicroBatch, report: UpdateReport) -> float:
+        book.loss_sum += report.loss_sum
+        book.metrics.join(report.metrics)
         self._spans.append(WorkerSpan(trainer, "update", str(micro_batch), report.span))
-        waiting = step.unreported_ranks[micro_batch]
-        waiting.remove(trainer)
-        return [] if waiting else [Updated(micro_batch)]
+        return report.switch_s
 
-    def _free(self, step: _StepState) -> None:
-        """Let go of the step's trajectories; nobody reads them any more."""
+    def _expect_from_rank(
+        self,
+        trainer: str,
+        micro_batch: MicroBatch,
+        task: Task,
+        take: Callable[[MicroBatch, AssistReport | UpdateReport], float],
+    ) -> None:
+        book = self._steps[micro_batch.step]
+        book.unreported_ranks.setdefault(micro_batch, {})[trainer] = None
+        self._pending[task] = partial(self._on_rank_done, trainer, micro_batch, task, take)
+
+    def _on_rank_done(
+        self,
+        trainer: str,
+        micro_batch: MicroBatch,
+        task: Task,
+        take: Callable[[MicroBatch, AssistReport | UpdateReport], float],
+    ) -> list[Event]:
+        """The group is done when its last rank is; switching takes as long as the slowest rank needs."""
+        report = task.result()
+        ranks = self._steps[micro_batch.step].unreported_ranks[micro_batch]
+        ranks[trainer] = take(micro_batch, report)
+        if any(switch_s is None for switch_s in ranks.values()):
+            return []
+        switch_s = max(seconds for seconds in ranks.values() if seconds is not None)
+        del self._steps[micro_batch.step].unreported_ranks[micro_batch]
+        event = Assisted if isinstance(report, AssistReport) else Updated
+        return [event(micro_batch, switch_s)]
+
+    def _free(self, book: _StepBook) -> None:
+        """Let go of a step's trajectories; nobody reads them any more."""
         by_worker: dict[str, list[ObjectRef]] = {}
-        for ref in step.trajectories.values():
+        for ref in book.trajectories.values():
             by_worker.setdefault(ref.worker, []).append(ref)
-        self._engine.gather([self._engine.submit(worker, "free", refs) for worker, refs in by_worker.items()])
+        for worker, refs in by_worker.items():
+            # Not waited for: a generator may be in the middle of the next step.
+            task = self._engine.submit(worker, "free", refs)
+            self._pending[task] = partial(_no_events, task)
+
+
+@dataclass
+class _StepBook:
+    """What the driver notes of a step under way."""
+
+    plan: StepPlan
+    rewards: Tensor = field(init=False)
+    advantages: Tensor = field(init=False)
+    trajectories: dict[Slice, ObjectRef] = field(default_factory=dict)
+    unreported_ranks: dict[MicroBatch, dict[str, float | None]] = field(default_factory=dict)
+    loss_sum: float = 0.0
+    metrics: MetricAccumulator = field(default_factory=MetricAccumulator)
+    finish: FinishStep | None = None
+
+    def __post_init__(self) -> None:
+        self.rewards = torch.full((len(self.plan.prompts),), float("nan"))
+        self.advantages = self.rewards.clone()
+
+    def prompts_of(self, part: Slice) -> PromptBatch:
+        return self.plan.prompts.select(slice(part.start, part.stop))
+
+
+def _no_events(task: Task) -> list[Event]:
+    task.result()
+    return []

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from digenrl.data import PromptLoader
+from digenrl.data import PromptLoader, epoch_length
 
 
 class LookaheadLoader:
@@ -28,8 +28,10 @@ class LookaheadLoader:
         1
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, *, limit: int | float | None = None) -> None:
+        """Wrap `loader`; `limit` is Lightning's `limit_train_batches`, a count or a share of an epoch's batches."""
         self.loader = loader
+        self._num_batches = epoch_length(loader, limit)
         self._epoch = -1
         self._num_committed = 0
         self._buffer: deque[tuple[int, Any]] = deque()
@@ -79,7 +81,8 @@ class LookaheadLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Give the position of the committed batches, and the random states their epoch, or the next, begins with."""
-        epoch = self._epoch + 1 if self._is_over(self._num_committed) else self._epoch
+        is_between = self._epoch < 0 or self._is_over(self._num_committed)
+        epoch = self._epoch + 1 if is_between else self._epoch
         return {
             "epoch": self._epoch,
             "num_committed": self._num_committed,
@@ -96,7 +99,7 @@ class LookaheadLoader:
             self._epoch, self._num_to_skip = self._epoch - 1, self._num_committed
 
     def _is_over(self, num_committed: int) -> bool:
-        return hasattr(self.loader, "__len__") and num_committed >= len(self.loader)
+        return self._num_batches is not None and num_committed >= self._num_batches
 
     def _open(self, epoch: int) -> None:
         """Start reading an epoch, behind the batches to skip."""

@@ -130,3 +130,35 @@ def _placed(key: str, value: Any, parameter: nn.Parameter, is_step_on_device: bo
     if not isinstance(value, Tensor):
         return value
     return value.to("cpu" if key == "step" and not is_step_on_device else parameter.device, copy=True)
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Gradients and optimizer state of a trainer while they are in host memory, to make room for generation."""
+
+    gradients: dict[nn.Parameter, Tensor]
+    tensors: dict[tuple[nn.Parameter, str], Tensor]
+
+    @classmethod
+    def take(cls, optimizer: torch.optim.Optimizer) -> TrainingState:
+        """Move them to host memory, bit by bit the same; the parameters keep only their values."""
+        gradients, tensors = {}, {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    gradients[parameter] = parameter.grad.to("cpu", copy=True)
+                    parameter.grad = None
+                entries = optimizer.state.get(parameter, {})
+                for key, value in entries.items():
+                    if isinstance(value, Tensor) and value.dim() > 0:
+                        tensors[parameter, key] = value.to("cpu", copy=True)
+                        entries[key] = value.new_empty(0)
+        return cls(gradients, tensors)
+
+    def give_back(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move them back to where they were."""
+        for parameter, gradient in self.gradients.items():
+            assert parameter.grad is None, "a gradient was accumulated while the training state was away"
+            parameter.grad = gradient.to(parameter.device)
+        for (parameter, key), value in self.tensors.items():
+            optimizer.state[parameter][key] = value.to(parameter.device)

@@ -18,21 +18,31 @@ from digenrl.types import PromptBatch
 
 
 class WorkerPool:
-    """Generators and trainers of one run.
+    """Generators, trainers and reward workers of one run.
 
     Lifecycle: `start_generators` (and `start_trainers`, for training), `build`, then, for training,
-    `configure_optimizer` and any number of steps; `shutdown` ends the workers.
+    `connect_trainers`, `configure_optimizer` and any number of steps; `shutdown` ends the workers.
     """
 
     def __init__(
-        self, engine: Engine, *, num_generators: int, num_trainers: int, device: str, precision: Precision
+        self,
+        engine: Engine,
+        *,
+        num_generators: int,
+        num_trainers: int,
+        num_reward_workers: int,
+        device: str,
+        precision: Precision,
+        offloads_to_assist: bool,
     ) -> None:
         self.engine = engine
         self.generators = tuple(f"generator-{index}" for index in range(num_generators))
+        self.reward_workers = tuple(f"reward-worker-{index}" for index in range(num_reward_workers))
         self.trainers: tuple[str, ...] = ()
         self._num_trainers = num_trainers
         self._device = device
         self._precision: Precision = precision
+        self._offloads_to_assist = offloads_to_assist
         self._plane: WeightPlane = SharedMemoryPlane(engine)
         self._built: set[str] = set()
         self._rendezvous: TCPStore | None = None
@@ -45,10 +55,10 @@ class WorkerPool:
             self.engine.start(worker, Worker, env=self._environment(index))
 
     def start_trainers(self) -> None:
-        """Start the trainers."""
+        """Start the trainers, and the reward workers that score for them."""
         self.trainers = tuple(f"trainer-{rank}" for rank in range(self._num_trainers))
-        for rank, worker in enumerate(self.trainers):
-            self.engine.start(worker, Worker, env=self._environment(len(self.generators) + rank))
+        for index, worker in enumerate((*self.trainers, *self.reward_workers), len(self.generators)):
+            self.engine.start(worker, Worker, env=self._environment(index))
 
     def build(self, module: bytes) -> tuple[ModuleOutline, ...]:
         """Have the workers that are new build the pickled module; returns its outline.
@@ -56,8 +66,10 @@ class WorkerPool:
         Raises:
             WeightSyncError: workers built different weights, trained ones aside, which are synchronized.
         """
-        new = [worker for worker in (*self.generators, *self.trainers) if worker not in self._built]
-        tasks = [self.engine.submit(worker, "build", module, self._device, self._precision) for worker in new]
+        started = (*self.generators, *self.trainers, *(self.reward_workers if self.trainers else ()))
+        new = [worker for worker in started if worker not in self._built]
+        settings = (self._device, self._precision, self._offloads_to_assist)
+        tasks = [self.engine.submit(worker, "build", module, *settings) for worker in new]
         reports: list[BuildReport] = self.engine.gather(tasks)
         for worker, report in zip(new, reports, strict=True):
             if report.frozen_digest != reports[0].frozen_digest:
@@ -88,7 +100,8 @@ class WorkerPool:
             ]
         )
         self._plane.setup(self.trainers, self.generators)
-        self.engine.gather(list(self.publish(version, must_change=False).values()))
+        self.publish(version, must_change=False)
+        self.engine.gather([self.load_weights(generator, version) for generator in self.generators])
 
     def configure_optimizer(self, spec: OptimizerSpec) -> None:
         """Make the optimizer on all trainers."""
@@ -110,9 +123,13 @@ class WorkerPool:
         reports = self._call(self.trainers, "optimizer_step", settings, clip_value, clip_algorithm)
         return dict(zip(self.trainers, reports, strict=True))
 
-    def publish(self, version: int, *, must_change: bool) -> dict[str, Task]:
-        """Send the trainers' weights to the generators; returns each generator's load."""
-        return self._plane.publish(version, must_change=must_change)
+    def publish(self, version: int, *, must_change: bool) -> None:
+        """Have the trainers write their weights for the generators."""
+        self._plane.publish(version, must_change=must_change)
+
+    def load_weights(self, generator: str, version: int) -> Task:
+        """Queue a generator's load of the published weights; its result is the `Span` it took."""
+        return self._plane.load(generator, version)
 
     # ---- evaluation ----------------------------------------------------------------------------------------
 

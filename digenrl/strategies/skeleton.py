@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +61,8 @@ class RemoteSubmodule(nn.Module):
 class _Backup:
     """What a module of the driver had before the skeleton took its place."""
 
-    module: nn.Module
+    module: ReferenceType[nn.Module]
+    """Weak: a module is the key of its own backup, and must be able to go."""
     modules: dict[str, nn.Module | None]
     parameters: dict[str, nn.Parameter | None]
     buffers: dict[str, Tensor | None]
@@ -140,7 +141,8 @@ def install(module: nn.Module, outlines: Sequence[ModuleOutline]) -> None:
 def remove(module: nn.Module) -> None:
     """Give `module` back what it had before `install`."""
     for backup in _backups.pop(module, []):
-        target = backup.module
+        target = backup.module()
+        assert target is not None, "a part of a module that is still there"
         target._modules = dict(backup.modules)
         target._parameters = dict(backup.parameters)
         target._buffers = dict(backup.buffers)
@@ -173,7 +175,7 @@ def _place(
 
 def _empty(target: nn.Module) -> _Backup:
     backup = _Backup(
-        target,
+        ref(target),
         dict(target._modules),
         dict(target._parameters),
         dict(target._buffers),

@@ -16,12 +16,14 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from digenrl.engines import ObjectRef, ObjectStore
-from digenrl.metrics import MetricValue, Reduction
+from digenrl.metrics import MetricAccumulator, MetricValue, Reduction
 from digenrl.module import DiffusionRLModule
-from digenrl.strategies.optimizers import OptimizerSpec, load_named_state, named_state
+from digenrl.strategies.optimizers import OptimizerSpec, TrainingState, load_named_state, named_state
 from digenrl.strategies.skeleton import ModuleOutline, describe
 from digenrl.strategies.weight_planes import ArenaLayout, WeightArena, WeightSyncError, weights_digest
 from digenrl.types import Prompt, PromptBatch, ScoredBatch, Trajectory
+
+_MAX_POLICY_AGE = 1  # versions; the scheduler never lets a trajectory grow older
 
 Precision = Literal["32-true", "bf16-mixed"]
 
@@ -67,12 +69,27 @@ class ScoreReport:
 
 
 @dataclass(frozen=True)
+class AssistReport:
+    """A trainer has made and scored its share of a micro-batch."""
+
+    trajectories: tuple[ObjectRef, ...]  # one per slice
+    rewards: tuple[tuple[float, ...], ...]
+    """Of each slice's samples."""
+    metrics: Mapping[str, MetricValue]
+    switch_s: float
+    """Seconds spent on making room for generation."""
+    span: Span
+
+
+@dataclass(frozen=True)
 class UpdateReport:
     """A micro-batch's gradient was accumulated."""
 
     loss_sum: float
     """Sum of the unreduced losses of this rank's rows."""
     metrics: Mapping[str, MetricValue]
+    switch_s: float
+    """Seconds spent on bringing the training state back."""
     span: Span
 
 
@@ -111,13 +128,16 @@ class Worker:
         self._rank, self._num_ranks = 0, 1
         self._group: dist.ProcessGroup | None = None
         self._log_calls: list[LogCall] | None = None
+        self._offloads_to_assist = False
+        self._offloaded: TrainingState | None = None
         self.policy_version = 0
 
     # ---- set-up --------------------------------------------------------------------------------------------
 
-    def build(self, module: bytes, device: str, precision: Precision) -> BuildReport:
+    def build(self, module: bytes, device: str, precision: Precision, offloads_to_assist: bool = False) -> BuildReport:
         """Unpickle the module and build its policy on `device`."""
         self._device, self._precision = torch.device(device), precision
+        self._offloads_to_assist = offloads_to_assist
         self._module = built = cloudpickle.loads(module)
         built.configure_model()
         built.to(self._device)
@@ -180,6 +200,36 @@ class Worker:
             self._log_calls = None
         return calls
 
+    # ---- assisting -----------------------------------------------------------------------------------------
+
+    def assist(self, slices: Sequence[PromptBatch]) -> AssistReport:
+        """Make and score slices of the step that is being trained, between two of its updates."""
+        start_s = time.monotonic()
+        if self._offloads_to_assist and self._offloaded is None:
+            self._offloaded = TrainingState.take(self._optimizer)
+        switch_s = time.monotonic() - start_s
+        reports = [self.generate(prompts) for prompts in slices]
+        scores = [self.score(report.trajectory) for report in reports]
+        metrics = MetricAccumulator()
+        for part in [report.metrics for report in reports] + [report.metrics for report in scores]:
+            metrics.join(part)
+        return AssistReport(
+            tuple(report.trajectory for report in reports),
+            tuple(report.rewards for report in scores),
+            metrics.take(),
+            switch_s,
+            Span(start_s, time.monotonic()),
+        )
+
+    def _bring_back(self) -> float:
+        """Undo the switch to generation, if there was one; returns its seconds."""
+        if self._offloaded is None:
+            return 0.0
+        start_s = time.monotonic()
+        self._offloaded.give_back(self._optimizer)
+        self._offloaded = None
+        return time.monotonic() - start_s
+
     # ---- training ------------------------------------------------------------------------------------------
 
     def update(
@@ -201,10 +251,14 @@ class Worker:
             timestep_batch_size: timesteps in one forward and backward; None takes all at once.
         """
         start_s = time.monotonic()
-        trajectory = Trajectory.cat([self._store.get(ref) for ref in trajectories])
-        assert trajectory.policy_version == self.policy_version, (
-            f"a trajectory of policy version {trajectory.policy_version} reached a trainer at {self.policy_version}"
-        )
+        switch_s = self._bring_back()
+        parts = [self._store.get(ref) for ref in trajectories]
+        for part in parts:
+            age = self.policy_version - part.policy_version
+            assert 0 <= age <= _MAX_POLICY_AGE, (
+                f"a trajectory of policy version {part.policy_version} reached a trainer at {self.policy_version}"
+            )
+        trajectory = Trajectory.cat([replace(part, policy_version=self.policy_version) for part in parts])
         num_samples = len(trajectory)
         rows = slice(self._rank * num_samples // self._num_ranks, (self._rank + 1) * num_samples // self._num_ranks)
         scored = ScoredBatch(trajectory.select(rows).to(self._device), rewards[rows], advantages[rows])
@@ -221,7 +275,7 @@ class Worker:
             total = losses.sum()
             (total / num_rows).backward()
             loss_sum += total.item()
-        return UpdateReport(loss_sum, self._module.take_metrics(), Span(start_s, time.monotonic()))
+        return UpdateReport(loss_sum, self._module.take_metrics(), switch_s, Span(start_s, time.monotonic()))
 
     def optimizer_step(
         self,
@@ -235,6 +289,7 @@ class Worker:
             NonFiniteGradientError: before anything was changed.
         """
         start_s = time.monotonic()
+        self._bring_back()
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         self._all_reduce_gradients(parameters)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -316,10 +371,12 @@ class Worker:
 
     def optimizer_state(self) -> ObjectRef:
         """Keep a copy of the optimizer's state, by parameter name, for the driver to fetch."""
+        self._bring_back()
         return self._store.put(named_state(self._optimizer, self._module))
 
     def load_optimizer_state(self, state: ObjectRef) -> None:
         """Replace the optimizer's state by one that the driver keeps."""
+        self._bring_back()
         load_named_state(self._optimizer, self._module, self._store.get(state))
 
     def resume(self, version: int, seed: int) -> None:

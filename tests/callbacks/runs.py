@@ -14,7 +14,7 @@ from tests.toy import WORDS, toy_module
 
 
 def inline() -> DisaggregatedStrategy:
-    return DisaggregatedStrategy(engine="inline", generators=2)
+    return DisaggregatedStrategy(engine="inline", generators=2, trainer_assist="off")
 
 
 def toy_trainer(

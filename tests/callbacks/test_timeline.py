@@ -68,7 +68,9 @@ def test_the_trace_holds_the_spans_of_the_chosen_steps(tmp_path: Path) -> None:
     kept = StepSpans()
     trainer, _ = fit(tmp_path, kept, Timeline(first_step=1, num_steps=2), strategy=inline(), max_steps=4)
     events = json.loads((Path(trainer.log_dir) / "timeline.json").read_text())["traceEvents"]
-    spans = [*kept.steps[1], *kept.steps[2]]
+    # The loads before the first step shown belong to the step before.
+    begin_s = min(entry.span.start_s for entry in kept.steps[1] if entry.task == "generate")
+    spans = [*(entry for entry in kept.steps[1] if entry.span.end_s >= begin_s), *kept.steps[2]]
     assert len(bars(events)) == len(spans)
     seconds = sum(entry.span.seconds for entry in spans)
     assert sum(event["dur"] for event in bars(events)) == pytest.approx(seconds * 1e6, abs=0.001 * len(spans))
@@ -82,7 +84,8 @@ def test_a_picture_is_written_beside_it(tmp_path: Path) -> None:
     image = Image.open(Path(trainer.log_dir) / "timeline.png").convert("RGB")
     colors = {color for _, color in image.getcolors(maxcolors=1 << 24)}
     assert image.width == 1800
-    assert {tuple(bytes.fromhex(color[1:])) for color in TASK_COLORS.values()} <= colors
+    expected = {tuple(bytes.fromhex(color[1:])) for task, color in TASK_COLORS.items() if task != "assist"}
+    assert expected <= colors
 
 
 def test_events_are_in_microseconds_from_the_first_span() -> None:
@@ -129,7 +132,9 @@ def test_the_picture_has_a_bar_per_span_and_a_line_per_optimizer_step() -> None:
     assert widths == pytest.approx([entry.span.seconds * 1e3 for entry in SPANS])
     assert [line.get_xdata()[0] for line in axes.lines] == pytest.approx([900])
     assert axes.get_title(loc="left") == "generators 50% busy, trainers 30% busy"
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == list(TASK_COLORS)
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        task for task in TASK_COLORS if task != "assist"
+    ]
 
 
 def test_long_pictures_are_in_seconds() -> None:
@@ -147,13 +152,12 @@ def test_the_time_between_steps_is_a_pause(tmp_path: Path) -> None:
     assert not any(pause.start_s < span.end_s and span.start_s < pause.end_s for span in updates)
 
 
-def test_utilization_agrees_with_the_logged_one(tmp_path: Path) -> None:
+def test_utilization_is_the_logged_one_over_the_shorter_time_between_first_and_last_span(tmp_path: Path) -> None:
     timeline, logged = Timeline(first_step=2, num_steps=1), LoggedUtilization()
     fit(tmp_path, timeline, logged, strategy=inline())
     shares = utilization(timeline.spans, pauses=timeline.pauses)
-    # A step also has time before its first span and after its last one.
-    assert shares["generators"] == pytest.approx(logged.last["util/generators"], abs=0.15)
-    assert shares["trainers"] == pytest.approx(logged.last["util/trainers"], abs=0.15)
+    for group in ("generators", "trainers"):
+        assert logged.last[f"util/{group}"] * 0.999 <= shares[group] <= 1.0
 
 
 def test_a_stock_strategy_is_refused(tmp_path: Path) -> None:

@@ -29,9 +29,12 @@ def test_help_names_the_commands(digenrl: Digenrl) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train"], "`train` is not a command; known: fit, validate."),
-        (["--config", "toy.yaml"], "`--config` must stand behind a command, fit or validate: digenrl fit --config"),
-        (["-x"], "`-x` must stand behind a command, fit or validate: digenrl fit -x"),
+        (["train"], "`train` is not a command; known: fit, plan, simulate, validate."),
+        (
+            ["--config", "toy.yaml"],
+            "`--config` must stand behind a command, fit or validate or simulate or plan: digenrl fit --config",
+        ),
+        (["-x"], "`-x` must stand behind a command, fit or validate or simulate or plan: digenrl fit -x"),
     ],
 )
 def test_what_is_no_command_is_refused(digenrl: Digenrl, words: list[str], message: str) -> None:

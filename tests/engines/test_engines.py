@@ -488,6 +488,13 @@ def test_a_worker_gets_the_environment_and_the_folder_that_the_driver_has_when_i
     assert local.call("b", "folder") == str(tmp_path)
 
 
+def test_an_environment_may_be_large(local: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIGENRL_TEST", "x" * 300_000)
+    local.start("b", Bench)
+    assert local.call("b", "env", "DIGENRL_TEST") == "x" * 300_000
+    assert local.call("a", "add", 1, 1) == 2
+
+
 def test_workers_compute_in_one_thread_unless_told_otherwise(local: LocalEngine) -> None:
     local.start("b", Bench, env={"OMP_NUM_THREADS": "3"})
     assert local.call("a", "num_threads") == int(os.environ.get("OMP_NUM_THREADS", "1"))

@@ -85,12 +85,15 @@ def test_resume_is_bit_exact_after_every_step(
 ) -> None:
     pl.seed_everything(7, verbose=False)
     whole, whole_steps = run(
-        DisaggregatedStrategy(*workers, engine=engine), tmp_path / "whole", max_steps=6, data=make_data()
+        DisaggregatedStrategy(*workers, engine=engine, trainer_assist="off"),
+        tmp_path / "whole",
+        max_steps=6,
+        data=make_data(),
     )
     for stopped_after in range(1, 6) if engine == "inline" else (3,):
         pl.seed_everything(99, verbose=False)  # the checkpoint's seed counts, not this one
         resumed, steps = run(
-            DisaggregatedStrategy(*workers, engine=engine),
+            DisaggregatedStrategy(*workers, engine=engine, trainer_assist="off"),
             tmp_path / f"resumed-{stopped_after}",
             max_steps=6,
             data=make_data(),
@@ -129,6 +132,29 @@ def test_checkpoint_moves_between_stock_and_disaggregated_strategies(tmp_path: P
     _, _ = run(DisaggregatedStrategy(engine="inline"), tmp_path / "disaggregated", max_steps=2, data=prompt_data())
     other = torch.load(tmp_path / "disaggregated" / "step=2.ckpt", weights_only=True)
     assert saved["state_dict"].keys() == other["state_dict"].keys()
+
+
+@pytest.mark.parametrize("strategy", ["auto", "disaggregated"])
+def test_resume_at_the_border_of_a_shortened_epoch_is_exact(tmp_path: Path, strategy: str) -> None:
+    def steps(folder: Path, **settings: Any) -> list[list[str]]:
+        recorder = StepRecorder()
+        saving = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+        fit(
+            "auto" if strategy == "auto" else DisaggregatedStrategy(engine="inline"),
+            module=scheduled(),
+            data=toy_data(prompts_per_step=1),
+            callbacks=[saving, recorder],
+            enable_checkpointing=True,
+            limit_train_batches=2,
+            max_steps=6,
+            **settings,
+        )
+        return recorder.prompts
+
+    whole = steps(tmp_path)
+    for stopped_after in (1, 2, 4):
+        resumed = steps(tmp_path / "resumed", ckpt_path=str(tmp_path / f"step={stopped_after}.ckpt"))
+        assert resumed == whole[stopped_after:]
 
 
 def test_a_learning_rate_changed_on_resume_is_used(tmp_path: Path) -> None:

@@ -131,9 +131,12 @@ def test_a_resume_at_every_position_gives_the_rest_of_the_uninterrupted_run(
 
 
 @pytest.mark.parametrize("make", LOADERS)
-def test_a_resume_of_a_run_that_had_not_begun_gives_all_of_it(make: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("num_peeked", [0, 2])
+def test_a_resume_of_a_run_that_had_not_begun_gives_all_of_it(make: Callable[[], Any], num_peeked: int) -> None:
     torch.manual_seed(1)
-    state = LookaheadLoader(make()).state_dict()
+    not_begun = LookaheadLoader(make())
+    not_begun.peek(num_peeked)
+    state = not_begun.state_dict()
     torch.manual_seed(99)
     resumed = LookaheadLoader(make())
     resumed.load_state_dict(state)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -158,6 +160,12 @@ def test_weights_from_the_start_have_their_values_again_after_the_skeleton_was_r
     assert net.state_dict().keys() == before.keys()
     for name, tensor in net.state_dict().items():
         assert torch.equal(tensor, before[name])
+
+
+def test_a_module_with_a_skeleton_can_be_forgotten() -> None:
+    forgotten = weakref.ref(installed(Net)[1])
+    gc.collect()
+    assert forgotten() is None
 
 
 def test_an_rl_module_gets_the_names_of_the_module_that_was_built() -> None:

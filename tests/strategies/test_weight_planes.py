@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from digenrl.algorithms import FlowGRPO
-from digenrl.engines import Engine, InlineEngine, LocalEngine
+from digenrl.engines import Engine, InlineEngine, LocalEngine, Task
 from digenrl.strategies.weight_planes import (
     ArenaLayout,
     SharedMemoryPlane,
@@ -191,6 +191,12 @@ def plane_of(engine: Engine, workers: dict[str, type[PlaneWorker]]) -> SharedMem
     return plane
 
 
+def publish(plane: SharedMemoryPlane, version: int, *, must_change: bool = False) -> dict[str, Task]:
+    """Publish a version and queue its load on all generators that there are."""
+    plane.publish(version, must_change=must_change)
+    return {generator: plane.load(generator, version) for generator in plane._generators}
+
+
 @pytest.fixture(params=[InlineEngine, LocalEngine])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     engine: Engine = request.param(60.0)
@@ -203,7 +209,7 @@ def test_a_published_version_is_held_by_all_generators_bit_by_bit(engine: Engine
     assert engine.call("one", "weights") != engine.call("trainer", "weights")
     for version in range(4):
         engine.call("trainer", "nudge", 0.1)
-        loads = plane.publish(version, must_change=version > 0)
+        loads = publish(plane, version, must_change=version > 0)
         assert list(loads) == ["one", "two"]
         engine.gather(list(loads.values()))
         expected = engine.call("trainer", "weights")
@@ -215,7 +221,7 @@ def test_a_published_version_is_held_by_all_generators_bit_by_bit(engine: Engine
 def test_a_slot_that_was_damaged_is_an_error(engine: Engine) -> None:
     plane = plane_of(engine, {"trainer": GarblingWorker, "one": PlaneWorker})
     with pytest.raises(WeightSyncError, match="version 0 arrived as"):
-        engine.gather(list(plane.publish(0, must_change=False).values()))
+        engine.gather(list(publish(plane, 0).values()))
     plane.close()
 
 
@@ -223,7 +229,7 @@ def test_a_load_that_moves_nothing_is_an_error() -> None:
     engine = InlineEngine()
     plane = plane_of(engine, {"trainer": PlaneWorker, "one": ForgetfulWorker})
     with pytest.raises(WeightSyncError, match="version 0 arrived as"):
-        engine.gather(list(plane.publish(0, must_change=False).values()))
+        engine.gather(list(publish(plane, 0).values()))
     plane.close()
 
 
@@ -268,7 +274,7 @@ def test_a_slot_is_not_written_again_before_all_have_read_it() -> None:
     loads = []
     for version in range(3):  # version 2 takes the slot of version 0, which `one` has not read yet
         engine.call("trainer", "nudge", 0.1)
-        loads += plane.publish(version, must_change=False).values()
+        loads += publish(plane, version).values()
     engine.gather(loads)  # each load compares digests
     assert engine.call("one", "weights") == engine.call("trainer", "weights")
     engine.shutdown()

@@ -31,19 +31,20 @@ class WeightPlane(ABC):
         """Agree with the workers on what is transferred, and where."""
 
     @abstractmethod
-    def publish(self, version: int, *, must_change: bool) -> dict[str, Task]:
-        """Have the trainers write version `version` and the generators load it.
+    def publish(self, version: int, *, must_change: bool) -> None:
+        """Have the trainers write version `version`; from then on `load` gives it.
 
         Args:
             version: of the weights that the trainers hold now.
             must_change: whether weights equal to the last published ones are an error.
 
-        Returns:
-            The load of each generator, to be waited for; its result is the `Span` it took.
-
         Raises:
             WeightSyncError: `must_change`, and no tensor differs from the version before.
         """
+
+    @abstractmethod
+    def load(self, generator: str, version: int) -> Task:
+        """Queue a generator's load of the version published last; its result is the `Span` it took."""
 
     @abstractmethod
     def close(self) -> None:

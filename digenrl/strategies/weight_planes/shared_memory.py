@@ -89,6 +89,7 @@ class SharedMemoryPlane(WeightPlane):
         self._fds: list[int] = []
         self._readers: list[list[Task]] = [[] for _ in range(_NUM_SLOTS)]
         self._digest: str | None = None
+        self._version: int | None = None
 
     def setup(self, trainers: Sequence[str], generators: Sequence[str]) -> None:
         """Create the slots and have all workers map them."""
@@ -107,10 +108,11 @@ class SharedMemoryPlane(WeightPlane):
         paths = [f"/proc/{os.getpid()}/fd/{fd}" for fd in self._fds]
         self._engine.gather([self._engine.submit(worker, "open_arena", paths) for worker in workers])
 
-    def publish(self, version: int, *, must_change: bool) -> dict[str, Task]:
-        """Write the slot that is free, then queue its loads."""
+    def publish(self, version: int, *, must_change: bool) -> None:
+        """Write the slot that no generator reads any more."""
         slot = version % _NUM_SLOTS
         self._engine.gather(self._readers[slot])
+        self._readers[slot] = []
         digests = self._engine.gather(
             [self._engine.submit(trainer, "write_weights", slot) for trainer in self._trainers]
         )
@@ -123,13 +125,15 @@ class SharedMemoryPlane(WeightPlane):
                 f"version {version} has the very weights of version {version - 1} although the gradient was not "
                 "zero: the optimizer does not hold the policy's parameters, or its step is below their resolution."
             )
-        self._digest = digests[0]
-        loads = {
-            generator: self._engine.submit(generator, "load_weights", slot, version, digests[0])
-            for generator in self._generators
-        }
-        self._readers[slot] = list(loads.values())
-        return loads
+        self._digest, self._version = digests[0], version
+
+    def load(self, generator: str, version: int) -> Task:
+        """Queue the load; it is checked against the digest of what was written."""
+        assert version == self._version, f"version {version} is to be loaded, but {self._version} was published last"
+        slot = version % _NUM_SLOTS
+        task = self._engine.submit(generator, "load_weights", slot, version, self._digest)
+        self._readers[slot].append(task)
+        return task
 
     def close(self) -> None:
         """Give the slots back to the system."""

@@ -1,0 +1,164 @@
+"""What the scheduler is told, and what it answers: ids only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from digenrl.scheduling.work import MicroBatch, Slice
+
+
+@dataclass(frozen=True)
+class StepAdded:
+    """A step's work is known. Steps are added in order; the next one may be added while one is running."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    policy_version: int
+    """Of the weights that train it; its samples are made with these or, within the bound, with the ones before."""
+
+
+@dataclass(frozen=True)
+class StepStarted:
+    """The trainers may work on a step that was added."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class WeightsPublished:
+    """The trainers hold new weights, and generators may load them."""
+
+    policy_version: int
+
+
+@dataclass(frozen=True)
+class WeightsLoaded:
+    """A generator has loaded weights and is free."""
+
+    generator: str
+    policy_version: int
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A generator has made a slice and is free; the slice waits for its rewards."""
+
+    slice: Slice
+    generator: str
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A worker has scored a slice and is free; the score is dropped if the slice was lost meanwhile."""
+
+    slice: Slice
+    worker: str
+
+
+@dataclass(frozen=True)
+class Assisted:
+    """The trainer group has made and scored a micro-batch and is free."""
+
+    micro_batch: MicroBatch
+    switch_s: float = 0.0
+    """Seconds of the task that went into switching to generation state."""
+
+
+@dataclass(frozen=True)
+class Updated:
+    """The trainer group has accumulated a micro-batch's gradient and is free."""
+
+    micro_batch: MicroBatch
+    switch_s: float = 0.0
+    """Seconds of the task that went into switching back to training state."""
+
+
+@dataclass(frozen=True)
+class WorkerLost:
+    """A generator or reward worker is gone, and with it the samples that it made and no trainer has taken."""
+
+    worker: str
+
+
+@dataclass(frozen=True)
+class WorkerJoined:
+    """A generator has been started and holds weights `policy_version`."""
+
+    generator: str
+    policy_version: int
+
+
+@dataclass(frozen=True)
+class Paused:
+    """Generators are wanted for something else: let them finish, bring them up to date, start nothing new."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Generators are available again."""
+
+
+Event = (
+    StepAdded
+    | StepStarted
+    | WeightsPublished
+    | WeightsLoaded
+    | Generated
+    | Scored
+    | Assisted
+    | Updated
+    | WorkerLost
+    | WorkerJoined
+    | Paused
+    | Resumed
+)
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Let a generator make a slice."""
+
+    slice: Slice
+    generator: str
+
+
+@dataclass(frozen=True)
+class Score:
+    """Let a worker score a slice."""
+
+    slice: Slice
+    worker: str
+
+
+@dataclass(frozen=True)
+class LoadWeights:
+    """Let a generator load published weights."""
+
+    generator: str
+    policy_version: int
+
+
+@dataclass(frozen=True)
+class Assist:
+    """Let the trainer group make and score a micro-batch."""
+
+    micro_batch: MicroBatch
+
+
+@dataclass(frozen=True)
+class Update:
+    """Let the trainer group accumulate a micro-batch's gradient."""
+
+    micro_batch: MicroBatch
+
+
+@dataclass(frozen=True)
+class FinishStep:
+    """All micro-batches of the step are in the gradient: step the optimizer."""
+
+    step: int
+    num_stale_samples: int
+    num_assisted: int
+    """Micro-batches that the trainer group made."""
+
+
+Action = Generate | Score | LoadWeights | Assist | Update | FinishStep

@@ -6,16 +6,13 @@ import inspect
 import logging
 import time
 import weakref
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import cloudpickle
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
@@ -27,23 +24,22 @@ from digenrl.module import DiffusionRLModule
 from digenrl.scheduling import Scheduler, SchedulingPolicy, cut_step
 from digenrl.scheduling.profile import Profile
 from digenrl.strategies import skeleton
+from digenrl.strategies.checks import check_trainer, check_window, micro_batch_groups
 from digenrl.strategies.driver import StepDriver, StepPlan, WorkerSpan
 from digenrl.strategies.lookahead import LookaheadLoader
 from digenrl.strategies.optimizers import OptimizerSpec, changed_settings, hyper_parameters
 from digenrl.strategies.pool import WorkerPool
-from digenrl.strategies.precision import RemotePrecision
+from digenrl.strategies.single_process import SingleProcessStrategy
+from digenrl.strategies.step_window import StepWindow
 from digenrl.strategies.workers import Span, StepReport
 from digenrl.types import PromptBatch
 
 log = logging.getLogger(__name__)
 
 _ENGINES: dict[str, type[Engine]] = {"inline": InlineEngine, "local": LocalEngine}
-_PRECISIONS = ("32-true", "bf16-mixed")
-_WEIGHT_AVERAGING = ("WeightAveraging", "EMAWeightAveraging", "StochasticWeightAveraging")
-_DEVICES = {"CUDAAccelerator": "cuda", "CPUAccelerator": "cpu"}
 
 
-class DisaggregatedStrategy(Strategy):
+class DisaggregatedStrategy(SingleProcessStrategy):
     """Run generation and training on separate workers, pipelined along the generation axis (arXiv:2606.24369).
 
     Lightning's loops run unchanged in this process, the driver, which holds no weights: the module's parameters
@@ -120,6 +116,7 @@ class DisaggregatedStrategy(Strategy):
             )
         if task_timeout_s <= 0:
             raise ValueError(f"`task_timeout_s` must be above 0, got {task_timeout_s}.")
+        super().__init__()
         self.generators = generators
         self.trainers = trainers
         self.engine = engine
@@ -130,13 +127,10 @@ class DisaggregatedStrategy(Strategy):
         self.assist_switch = assist_switch
         self.reward_workers = reward_workers
         self.task_timeout_s = task_timeout_s
-        self.parallel_devices: list[torch.device] | None = None  # the Trainer sets these two
-        self.num_nodes = 1
         self.policy_version = 0
         """Optimizer steps that the trainers' weights have seen."""
         self.last_step_spans: tuple[WorkerSpan, ...] = ()
         """What each worker did in the last step, and when."""
-        self._worker_device = "cpu"
         self._pool: WorkerPool | None = None
         self._driver: StepDriver | None = None
         self._loader: LookaheadLoader | None = None
@@ -144,79 +138,9 @@ class DisaggregatedStrategy(Strategy):
         self._built_module: DiffusionRLModule | None = None
         self._has_failed = False
         self._num_groups = 0
-        self._window = _Window()
+        self._window = StepWindow()
         self._step_metrics: dict[str, float] = {}
         self._configured_settings: list[dict[str, Any]] = []
-        # Not `accelerator=CPUAccelerator()`: that would make any explicit `Trainer(accelerator=...)` an error.
-        super().__init__()
-
-    # ---- a single process that computes nothing ------------------------------------------------------------
-
-    @property
-    def root_device(self) -> torch.device:
-        """The driver's device; workers have their own."""
-        return torch.device("cpu")
-
-    @property
-    def is_global_zero(self) -> bool:
-        """There is one driver."""
-        return True
-
-    @property
-    def global_rank(self) -> int:
-        """There is one driver."""
-        return 0
-
-    def model_to_device(self) -> None:
-        """Leave the skeleton on the meta device."""
-
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Give back what the one driver has."""
-        return tensor
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for nobody."""
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Give back what the one driver has."""
-        return obj
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Give back what the one driver has."""
-        return tensor
-
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Leave prompts as they are: they hold no tensors."""
-        return batch
-
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Build nothing here."""
-        yield
-
-    # ---- what the Trainer was told -------------------------------------------------------------------------
-
-    @property
-    def precision_plugin(self) -> RemotePrecision:
-        """Lightning's plugin, wrapped so that its hooks run and its arithmetic does not."""
-        if not isinstance(self._precision_plugin, RemotePrecision):
-            self._precision_plugin = RemotePrecision(self._precision_plugin or Precision())
-        return self._precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = plugin
-
-    @property
-    def accelerator(self) -> Accelerator | None:
-        """The driver's accelerator is always the CPU; the one that the Trainer chose is the workers'."""
-        return self._accelerator
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Accelerator | None) -> None:
-        self._accelerator = None if accelerator is None else CPUAccelerator()
-        if accelerator is not None:
-            self._worker_device = _DEVICES.get(type(accelerator).__name__, type(accelerator).__name__)
 
     # ---- set-up, in Lightning's order ----------------------------------------------------------------------
 
@@ -296,54 +220,26 @@ class DisaggregatedStrategy(Strategy):
 
     def _check(self, trainer: Trainer) -> None:
         """Find what cannot work before a worker starts."""
-        precision = self.precision_plugin.precision
-        if precision not in _PRECISIONS:
-            raise ValueError(
-                f"`precision` must be one of {', '.join(_PRECISIONS)} with this strategy, got {precision}."
-            )
-        if self._worker_device not in _DEVICES.values():
-            raise ValueError(f"`accelerator` must be cpu or cuda with this strategy, got {self._worker_device}.")
         if self.num_nodes != 1:
             raise ValueError(f"`num_nodes` must be 1 in this version, got {self.num_nodes}.")
-        num_devices = len(self.parallel_devices or [])
-        if self._worker_device == "cuda" and self._num_devices > num_devices:
-            raise ValueError(
-                f"`generators`, `trainers` and `reward_workers` need a device each, {self._num_devices} in all, "
-                f"but the Trainer has {num_devices}."
-            )
-        if self.scheduling_policy.staleness > 0 and trainer.accumulate_grad_batches != 1:
-            raise ValueError(
-                f"`staleness` must be 0 with `accumulate_grad_batches` {trainer.accumulate_grad_batches}: the batches "
-                "of a window have the same weights, so none of them can be stale."
-            )
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if type(callback).__name__ in _WEIGHT_AVERAGING:
-                raise ValueError(
-                    f"callback `{type(callback).__name__}` averages the weights of this process, which has none "
-                    "under this strategy; remove it."
-                )
+        check_trainer(
+            trainer,
+            precision=str(self.precision_plugin.precision),
+            device=self._worker_device,
+            num_workers=self._num_workers,
+            num_devices=len(self.parallel_devices or []),
+        )
+        check_window(self.scheduling_policy.staleness, trainer.accumulate_grad_batches)
         if isinstance(trainer.datamodule, PromptData):  # type: ignore[attr-defined]
             self._micro_batch_groups(trainer.datamodule.prompts_per_step)  # type: ignore[attr-defined]
 
     def _micro_batch_groups(self, num_groups: int) -> int:
-        if self.groups_per_micro_batch == "all":
-            return num_groups
-        size = self.groups_per_micro_batch
-        if num_groups % size != 0:
-            divisors = [value for value in range(1, num_groups + 1) if num_groups % value == 0]
-            below = max(value for value in divisors if value < size)
-            above = [value for value in divisors if value > size][:1]
-            nearest = " or ".join(str(value) for value in (below, *above))
-            raise ValueError(
-                f"`groups_per_micro_batch` must divide the {num_groups} prompts of a step, got {size}; "
-                f"the nearest that does is {nearest}."
-            )
-        if size * self.module.group_size < self.trainers:
-            raise ValueError(
-                f"a micro-batch of {size * self.module.group_size} samples cannot be split over {self.trainers} "
-                "trainers; raise `groups_per_micro_batch`."
-            )
-        return size
+        return micro_batch_groups(
+            self.groups_per_micro_batch,
+            num_groups=num_groups,
+            group_size=self.module.group_size,
+            num_trainers=self.trainers,
+        )
 
     def _configure_model(self) -> None:
         """Build the module on the workers that are new, and its skeleton here."""
@@ -373,18 +269,18 @@ class DisaggregatedStrategy(Strategy):
             self._driver.add_step(self._plan(batch, step))
         self._look_ahead()
         result = self._driver.run_step(step, self._poll)
-        prompts = module.prompt_batch(batch)
+        prompts = result.prompts
+        assert prompts == module.prompt_batch(batch, step=step), "Lightning's batch is not the one looked at ahead"
         loss = result.loss * trainer.accumulate_grad_batches
         module.log_step(prompts, result.rewards, result.advantages, loss, result.metrics)
-        self.module.log_dict(
+        module.log_dict(
             {
                 "staleness/frac": result.num_stale_samples / len(prompts),
                 "assist/micro_batches": float(result.num_assisted),
             }
         )
         module.next_step += 1
-        self._window.num_batches += 1
-        self._window.num_samples += len(prompts)
+        self._window.add(len(prompts))
         return torch.tensor(loss)
 
     def _plan(self, batch: Any, step: int) -> StepPlan:
@@ -496,36 +392,27 @@ class DisaggregatedStrategy(Strategy):
     def _close_window(self, reports: Mapping[str, StepReport], gradient_norm: float, sync: Span) -> None:
         """Sum up what the workers did since the window's first batch."""
         assert self._driver is not None
-        step_s = self._window.seconds()
         detail = f"version {self.policy_version}"
         self.last_step_spans = (
             *self._driver.take_spans(),
             *(WorkerSpan(worker, "optimizer", detail, report.span) for worker, report in reports.items()),
             *(WorkerSpan(worker, "sync", detail, sync) for worker in self.pool.trainers),
         )
-
-        def busy_s(*tasks: str) -> float:
-            return sum(entry.span.seconds for entry in self.last_step_spans if entry.task in tasks)
-
-        num_samples = self._window.num_samples
         self._step_metrics = {
             "grad_norm": gradient_norm,
             "policy_version": float(self.policy_version),
-            "time/step_s": step_s,
-            "time/generate_s": busy_s("generate"),
-            "time/score_s": busy_s("score"),
-            "time/update_s": busy_s("update"),
-            "time/assist_s": busy_s("assist"),
             "time/sync_s": sync.seconds,
-            "util/generators": busy_s("generate", "score") / (step_s * self.generators),
-            "util/trainers": busy_s("assist", "update", "optimizer") / (step_s * self.trainers),
-            "throughput/samples_per_s": num_samples / step_s,
-            "throughput/samples_per_device_s": num_samples / step_s / self._num_devices,
+            **self._window.metrics(
+                self.last_step_spans,
+                num_generators=self.generators,
+                num_trainers=self.trainers,
+                num_workers=self._num_workers,
+            ),
         }
-        self._window = _Window()
+        self._window = StepWindow()
 
     @property
-    def _num_devices(self) -> int:
+    def _num_workers(self) -> int:
         return self.generators + self.trainers + self.reward_workers
 
     def _pause(self) -> None:
@@ -639,23 +526,6 @@ class DisaggregatedStrategy(Strategy):
     @property
     def _trainer(self) -> Trainer:
         return self.module.trainer
-
-
-class _Window:
-    """The batches of one optimizer step."""
-
-    def __init__(self) -> None:
-        self.num_batches = 0
-        self.num_samples = 0
-        self._start_s: float | None = None
-
-    def begin(self) -> None:
-        if self._start_s is None:
-            self._start_s = time.monotonic()
-
-    def seconds(self) -> float:
-        assert self._start_s is not None, "an optimizer step without a batch"
-        return time.monotonic() - self._start_s
 
 
 class _RemoteModule:

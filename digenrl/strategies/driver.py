@@ -71,6 +71,7 @@ class StepPlan:
 class StepResult:
     """What the driver knows of a step once all its gradients are accumulated."""
 
+    prompts: PromptBatch  # B samples
     rewards: Tensor  # [B]
     advantages: Tensor  # [B]
     loss: float
@@ -128,6 +129,7 @@ class StepDriver:
         assert book.finish is not None, "that is what `_run` waits for"
         self._free(self._steps.pop(step))
         return StepResult(
+            book.plan.prompts,
             book.rewards,
             book.advantages,
             book.loss_sum / book.plan.num_rows,

@@ -1,0 +1,84 @@
+"""What cannot work together, found before a worker starts and said in one line."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lightning.pytorch import Trainer
+
+PRECISIONS = ("32-true", "bf16-mixed")
+"""What workers can compute in."""
+
+DEVICES = ("cpu", "cuda")
+"""What workers can compute on."""
+
+_WEIGHT_AVERAGING = ("WeightAveraging", "EMAWeightAveraging", "StochasticWeightAveraging")
+
+
+def check_trainer(trainer: Trainer, *, precision: str, device: str, num_workers: int, num_devices: int) -> None:
+    """Check what the Trainer was given against what workers can do.
+
+    Args:
+        trainer: with its callbacks.
+        precision: of its precision plugin.
+        device: kind of the workers' devices.
+        num_workers: workers that need a device each.
+        num_devices: devices that the Trainer has.
+
+    Raises:
+        ValueError: a setting that this strategy cannot carry out.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"`precision` must be one of {', '.join(PRECISIONS)} with this strategy, got {precision}.")
+    if device not in DEVICES:
+        raise ValueError(f"`accelerator` must be one of {', '.join(DEVICES)} with this strategy, got {device}.")
+    if device == "cuda" and num_workers > num_devices:
+        raise ValueError(
+            f"`generators`, `trainers` and `reward_workers` need a device each, {num_workers} in all, "
+            f"but the Trainer has {num_devices}."
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if type(callback).__name__ in _WEIGHT_AVERAGING:
+            raise ValueError(
+                f"callback `{type(callback).__name__}` averages the weights of this process, which has none "
+                "under this strategy; remove it."
+            )
+
+
+def check_window(staleness: float, accumulate_grad_batches: int) -> None:
+    """Check that a step's samples can be stale at all.
+
+    Raises:
+        ValueError: batches of one window have the same weights.
+    """
+    if staleness > 0 and accumulate_grad_batches != 1:
+        raise ValueError(
+            f"`staleness` must be 0 with `accumulate_grad_batches` {accumulate_grad_batches}: the batches of a window "
+            "have the same weights, so none of them can be stale."
+        )
+
+
+def micro_batch_groups(
+    groups_per_micro_batch: int | Literal["all"], *, num_groups: int, group_size: int, num_trainers: int
+) -> int:
+    """Give the groups of a micro-batch in a step of `num_groups`.
+
+    Raises:
+        ValueError: micro-batches do not divide the step, or cannot be split over the trainers.
+    """
+    size = num_groups if groups_per_micro_batch == "all" else groups_per_micro_batch
+    if num_groups % size != 0:
+        divisors = [value for value in range(1, num_groups + 1) if num_groups % value == 0]
+        below = max(value for value in divisors if value < size)
+        above = [value for value in divisors if value > size][:1]
+        nearest = " or ".join(str(value) for value in (below, *above))
+        raise ValueError(
+            f"`groups_per_micro_batch` must divide the {num_groups} prompts of a step, got {size}; "
+            f"the nearest that does is {nearest}."
+        )
+    if size * group_size < num_trainers:
+        raise ValueError(
+            f"`groups_per_micro_batch` {size} gives micro-batches of {size * group_size} samples, too few for "
+            f"{num_trainers} trainers: raise it."
+        )
+    return size

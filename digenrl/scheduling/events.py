@@ -36,6 +36,8 @@ class WeightsLoaded:
 
     generator: str
     policy_version: int
+    seconds: float | None = None
+    """How long the worker says it took; None takes the time from the action to this event."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Generated:
 
     slice: Slice
     generator: str
+    seconds: float | None = None
+    """How long the worker says it took; None takes the time from the action to this event."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class Scored:
 
     slice: Slice
     worker: str
+    seconds: float | None = None
+    """How long the worker says it took; None takes the time from the action to this event."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,8 @@ class Assisted:
     micro_batch: MicroBatch
     switch_s: float = 0.0
     """Seconds of the task that went into switching to generation state."""
+    seconds: float | None = None
+    """How long the worker says it took, switching included; None takes the time from the action to this event."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,8 @@ class Updated:
     micro_batch: MicroBatch
     switch_s: float = 0.0
     """Seconds of the task that went into switching back to training state."""
+    seconds: float | None = None
+    """How long the worker says it took, switching included; None takes the time from the action to this event."""
 
 
 @dataclass(frozen=True)

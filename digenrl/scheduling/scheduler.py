@@ -135,7 +135,7 @@ class Scheduler:
                 self._published_version = event.policy_version
                 self._give_up_early()
             case WeightsLoaded():
-                self._measure("load", event.generator)
+                self._measure("load", event.generator, event.seconds)
                 self._free(event.generator)
             case Generated():
                 return self._on_generated(event)
@@ -164,7 +164,7 @@ class Scheduler:
             step.demand_early(self._policy.staleness)
 
     def _on_generated(self, event: Generated) -> list[Action]:
-        self._measure("generate", event.generator, len(event.slice))
+        self._measure("generate", event.generator, event.seconds, len(event.slice))
         if self._reward_workers:
             self._scoring_queue.append(event.slice)
             self._free(event.generator)
@@ -173,7 +173,7 @@ class Scheduler:
         return [self._score(event.slice, event.generator)]
 
     def _on_scored(self, event: Scored) -> None:
-        self._measure("score", event.worker, len(event.slice))
+        self._measure("score", event.worker, event.seconds, len(event.slice))
         if event.worker in self._reward_workers:
             self._idle_reward_workers.append(event.worker)
         else:
@@ -185,7 +185,7 @@ class Scheduler:
 
     def _on_trainer_done(self, event: Assisted | Updated) -> None:
         kind = "assist" if isinstance(event, Assisted) else "update"
-        self._measure(kind, _TRAINER, len(event.micro_batch), spent_otherwise_s=event.switch_s)
+        self._measure(kind, _TRAINER, event.seconds, len(event.micro_batch), switch_s=event.switch_s)
         if event.switch_s > 0:
             self.durations.observe("switch", event.switch_s)
         self._is_trainer_idle = True
@@ -230,9 +230,12 @@ class Scheduler:
             part, begin_s = self._making.pop(generator)
             self._steps[part.step].note_ended(part, begin_s)
 
-    def _measure(self, kind: str, worker: str, num_units: int = 1, *, spent_otherwise_s: float = 0.0) -> None:
-        seconds = self._now_s - self._started_s.pop(worker) - spent_otherwise_s
-        self.durations.observe(kind, max(seconds, 0.0), num_units)
+    def _measure(
+        self, kind: str, worker: str, seconds: float | None, num_units: int = 1, *, switch_s: float = 0.0
+    ) -> None:
+        since_s = self._started_s.pop(worker)
+        total_s = self._now_s - since_s if seconds is None else seconds
+        self.durations.observe(kind, max(total_s - switch_s, 0.0), num_units)
 
     # ---- assigning -----------------------------------------------------------------------------------------
 

@@ -200,22 +200,23 @@ class StepDriver:
                 self._steps[action.step].finish = action
 
     def _on_loaded(self, generator: str, version: int, task: Task) -> list[Event]:
-        self._spans.append(WorkerSpan(generator, "sync", f"version {version}", task.result()))
-        return [WeightsLoaded(generator, version)]
+        span: Span = task.result()
+        self._spans.append(WorkerSpan(generator, "sync", f"version {version}", span))
+        return [WeightsLoaded(generator, version, span.seconds)]
 
     def _on_generated(self, part: Slice, generator: str, task: Task, book: _StepBook) -> list[Event]:
         report: GenerateReport = task.result()
         book.trajectories[part] = report.trajectory
         book.metrics.join(report.metrics)
         self._spans.append(WorkerSpan(generator, "generate", str(part), report.span))
-        return [Generated(part, generator)]
+        return [Generated(part, generator, report.span.seconds)]
 
     def _on_scored(self, part: Slice, worker: str, task: Task, book: _StepBook) -> list[Event]:
         report: ScoreReport = task.result()
         book.rewards[part.start : part.stop] = torch.tensor(report.rewards)
         book.metrics.join(report.metrics)
         self._spans.append(WorkerSpan(worker, "score", str(part), report.span))
-        return [Scored(part, worker)]
+        return [Scored(part, worker, report.span.seconds)]
 
     # ---- the trainer group ---------------------------------------------------------------------------------
 
@@ -291,7 +292,7 @@ class StepDriver:
         switch_s = max(seconds for seconds in ranks.values() if seconds is not None)
         del self._steps[micro_batch.step].unreported_ranks[micro_batch]
         event = Assisted if isinstance(report, AssistReport) else Updated
-        return [event(micro_batch, switch_s)]
+        return [event(micro_batch, switch_s, report.span.seconds)]
 
     def _free(self, book: _StepBook) -> None:
         """Let go of a step's trajectories; nobody reads them any more."""

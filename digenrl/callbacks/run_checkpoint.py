@@ -49,7 +49,7 @@ class RunCheckpoint(ModelCheckpoint):
         newest = Path(self.dirpath) / f"step={trainer.global_step}.ckpt"
         if newest.exists():
             return
-        trainer.save_checkpoint(newest)
+        trainer.save_checkpoint(newest, weights_only=False)
         before, self.best_model_path = self.best_model_path, str(newest)
         if self._keeps_one and before and Path(before).parent == newest.parent and trainer.is_global_zero:
             Path(before).unlink(missing_ok=True)

@@ -38,6 +38,7 @@ _QUIET: dict[str, Any] = {
     "enable_model_summary": False,
     "num_sanity_val_steps": 0,
 }
+_REPORTED = ("time/step_s", "assist/micro_batches", "staleness/frac")
 _SAMPLES = re.compile(r"samples (\d+)-(\d+) of")
 
 
@@ -165,7 +166,8 @@ class _Recorder(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         self._ends_s.append(time.monotonic())
-        self._metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+        metrics = trainer.callback_metrics
+        self._metrics.append({name: float(metrics[name]) for name in _REPORTED})
         self._spans.append(self._strategy.last_step_spans)
 
     def round(self, measured: slice) -> Round:

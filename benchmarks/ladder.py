@@ -271,10 +271,10 @@ def table_of(result: JobResult) -> Table:
             f"{row.num_assisted:.1f}" if row.contestant in RUNGS else "",
             f"{row.stale_fraction:.2f}" if row.contestant in RUNGS else "",
             # Milliseconds of 8 samples.
-            _show(costs and costs.generate_s, ".1f", 1e3 * jobs.GROUP_SIZE),
-            _show(costs and costs.assist_s, ".1f", 1e3 * jobs.GROUP_SIZE),
-            _show(costs and costs.update_s, ".1f", 1e3 * jobs.GROUP_SIZE),
-            _show(costs and costs.optimizer_s + costs.publish_s, ".1f", 1e3),
+            _show(costs.generate_s if costs else None, ".1f", 1e3 * jobs.GROUP_SIZE),
+            _show(costs.assist_s if costs else None, ".1f", 1e3 * jobs.GROUP_SIZE),
+            _show(costs.update_s if costs else None, ".1f", 1e3 * jobs.GROUP_SIZE),
+            _show(costs.optimizer_s + costs.publish_s if costs else None, ".1f", 1e3),
             f"{row.others_cpu:.2f}",
         )
     return table

@@ -147,7 +147,8 @@ class Disaggregated(Contestant):
             try:
                 trainer.validate(self.module, _Endless(list(jobs.PROMPTS[:1])), verbose=False)
             finally:
-                del os.environ[jobs.SLOW_PROCESS]
+                # Not deleted: the server that forks workers may have been started with the value from above.
+                os.environ[jobs.SLOW_PROCESS] = "0"
         return trainer
 
     def close(self) -> None:

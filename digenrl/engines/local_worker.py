@@ -30,6 +30,8 @@ def serve(worker: str, fd: int) -> None:
 
     connection = Connection(fd)
     env, sys.path[:], folder = pickle.loads(connection.recv_bytes())
+    # The driver's environment of now, and nothing of that which the fork server was started in.
+    os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

@@ -495,6 +495,12 @@ def test_an_environment_may_be_large(local: LocalEngine, monkeypatch: pytest.Mon
     assert local.call("a", "add", 1, 1) == 2
 
 
+def test_a_variable_that_the_driver_has_deleted_is_gone_in_later_workers(local: LocalEngine) -> None:
+    # The fork server always has a PYTHONPATH of its own.
+    local.start("b", Bench)
+    assert local.call("b", "env", "PYTHONPATH") == os.environ.get("PYTHONPATH")
+
+
 def test_workers_compute_in_one_thread_unless_told_otherwise(local: LocalEngine) -> None:
     local.start("b", Bench, env={"OMP_NUM_THREADS": "3"})
     assert local.call("a", "num_threads") == int(os.environ.get("OMP_NUM_THREADS", "1"))

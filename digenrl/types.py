@@ -120,9 +120,9 @@ class Rows:
         """Take some of the rows."""
         return replace(self, **{name: value[rows] for name, value in self._tensors()})
 
-    def to(self: RowsT, device: torch.device | str) -> RowsT:
-        """Move all tensors to `device`."""
-        return replace(self, **{name: value.to(device) for name, value in self._tensors()})
+    def to(self: RowsT, device: torch.device | str, *, copy: bool = False) -> RowsT:
+        """Move all tensors to `device`; `copy` makes new ones even if they are there."""
+        return replace(self, **{name: value.to(device, copy=copy) for name, value in self._tensors()})
 
     @classmethod
     def cat(cls: type[RowsT], parts: Sequence[RowsT]) -> RowsT:
@@ -187,15 +187,16 @@ class Trajectory:
             old_log_probs=None if self.old_log_probs is None else self.old_log_probs[rows],
         )
 
-    def to(self, device: torch.device | str) -> Trajectory:
-        """Move all tensors to `device`."""
+    def to(self, device: torch.device | str, *, copy: bool = False) -> Trajectory:
+        """Move all tensors to `device`; `copy` makes new ones even if they are there."""
+        log_probs = self.old_log_probs
         return replace(
             self,
-            condition=self.condition.to(device),
-            latents=self.latents.to(device),
-            final_latents=self.final_latents.to(device),
-            sigmas=self.sigmas.to(device),
-            old_log_probs=None if self.old_log_probs is None else self.old_log_probs.to(device),
+            condition=self.condition.to(device, copy=copy),
+            latents=self.latents.to(device, copy=copy),
+            final_latents=self.final_latents.to(device, copy=copy),
+            sigmas=self.sigmas.to(device, copy=copy),
+            old_log_probs=None if log_probs is None else log_probs.to(device, copy=copy),
         )
 
     @classmethod

@@ -25,6 +25,8 @@ from digenrl.engines.local_worker import serve
 _PRELOAD = ("torch", "lightning.pytorch", "cloudpickle", "digenrl.module")
 _MAX_REQUEST_BYTES = 1 << 17
 _PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+_KEPT_BYTES, _LARGEST_KEPT_BYTES = 1 << 29, 1 << 25
 
 
 class ForkServer:
@@ -88,6 +90,7 @@ class ForkServer:
 def main(fd: int) -> None:
     """Serve requests until the driver closes its end or dies."""
     die_with_parent()
+    keep_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in _PRELOAD:
         importlib.import_module(name)
@@ -136,3 +139,15 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died in between
         os._exit(1)
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep freed host memory for the next tensor, in this process and those forked from it.
+
+    A worker frees and allocates the same tensors at every step; by default each large one goes back to the kernel, and
+    comes back as zeroed pages, one fault each. Keeps at most half a GiB of free memory per process.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)  # the largest that glibc allows
+    libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+    libc.mallopt(_M_TOP_PAD, _KEPT_BYTES // 8)

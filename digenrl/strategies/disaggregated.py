@@ -25,7 +25,7 @@ from digenrl.scheduling import Scheduler, SchedulingPolicy, cut_step
 from digenrl.scheduling.profile import Profile
 from digenrl.strategies import skeleton
 from digenrl.strategies.checks import check_trainer, check_window, micro_batch_groups
-from digenrl.strategies.driver import StepDriver, StepPlan, WorkerSpan
+from digenrl.strategies.driver import StepDriver, StepPlan, StepResult, WorkerSpan
 from digenrl.strategies.lookahead import LookaheadLoader
 from digenrl.strategies.optimizers import OptimizerSpec, changed_settings, hyper_parameters
 from digenrl.strategies.pool import WorkerPool
@@ -138,6 +138,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         self._built_module: DiffusionRLModule | None = None
         self._has_failed = False
         self._num_groups = 0
+        self._unlogged: StepResult | None = None
         self._window = StepWindow()
         self._step_metrics: dict[str, float] = {}
         self._configured_settings: list[dict[str, Any]] = []
@@ -267,21 +268,33 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         step = module.next_step
         if not self._driver.has_step(step):
             self._driver.add_step(self._plan(batch, step))
+        # Workers begin before the next step's work is prepared.
+        prompts = self._driver.start_step(step)
         self._look_ahead()
-        result = self._driver.run_step(step, self._poll)
-        prompts = result.prompts
         assert prompts == module.prompt_batch(batch, step=step), "Lightning's batch is not the one looked at ahead"
+        result = self._driver.finish_step(step, self._poll)
         loss = result.loss * trainer.accumulate_grad_batches
-        module.log_step(prompts, result.rewards, result.advantages, loss, result.metrics)
-        module.log_dict(
-            {
-                "staleness/frac": result.num_stale_samples / len(prompts),
-                "assist/micro_batches": float(result.num_assisted),
-            }
-        )
+        # Where an optimizer step follows, trainers make it while this process logs.
+        self._unlogged = result
+        if trainer.accumulate_grad_batches > 1:
+            self._log_result()
         module.next_step += 1
         self._window.add(len(prompts))
         return torch.tensor(loss)
+
+    def _log_result(self) -> None:
+        """Log what is known of the newest step, once."""
+        result, self._unlogged = self._unlogged, None
+        if result is None:
+            return
+        loss = result.loss * self._trainer.accumulate_grad_batches
+        self.module.log_step(result.prompts, result.rewards, result.advantages, loss, result.metrics)
+        self.module.log_dict(
+            {
+                "staleness/frac": result.num_stale_samples / len(result.prompts),
+                "assist/micro_batches": float(result.num_assisted),
+            }
+        )
 
     def _plan(self, batch: Any, step: int) -> StepPlan:
         """Cut a batch of prompts to a step's work."""
@@ -376,7 +389,9 @@ class DisaggregatedStrategy(SingleProcessStrategy):
     def _step_trainers(self, optimizer: Optimizer) -> None:
         assert self._driver is not None
         settings = hyper_parameters(optimizer)
-        reports = self.pool.optimizer_step(settings, *self.precision_plugin.take_clipping())
+        stepping = self.pool.optimizer_step(settings, *self.precision_plugin.take_clipping())
+        self._log_result()
+        reports = self.pool.gather(stepping)
         self.policy_version += 1
         norm = next(iter(reports.values())).gradient_norm
         stepped_s = time.monotonic()

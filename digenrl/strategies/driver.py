@@ -98,7 +98,8 @@ class StepDriver:
         self._scheduler = scheduler
         self._module = module
         self._timestep_batch_size = timestep_batch_size
-        self._events: deque[Event] = deque()
+        self._events: deque[Event] = deque()  # happened already
+        self._scored: dict[Slice, ScoreReport] = {}  # scored by their makers, which the scheduler has not asked for yet
         self._pending: dict[Task, Callable[[], list[Event]]] = {}
         self._steps: dict[int, _StepBook] = {}
         self._spans: list[WorkerSpan] = []
@@ -113,18 +114,22 @@ class StepDriver:
         """Whether a step was added and is not finished."""
         return step in self._steps
 
-    def run_step(self, step: int, poll: Callable[[], None]) -> StepResult:
-        """Generate, score and train a step that was added.
+    def start_step(self, step: int) -> PromptBatch:
+        """Let the trainers begin with a step that was added; returns its samples."""
+        if self._is_paused:
+            self._is_paused = False
+            self._observe(Resumed())
+        self._observe(StepStarted(step))
+        return self._steps[step].plan.prompts
+
+    def finish_step(self, step: int, poll: Callable[[], None]) -> StepResult:
+        """Generate, score and train the rest of a started step.
 
         Args:
             step: its index.
             poll: called at least every 0.2 s; may raise to end the step.
         """
-        if self._is_paused:
-            self._is_paused = False
-            self._observe(Resumed())
         book = self._steps[step]
-        self._observe(StepStarted(step))
         self._run(lambda: book.finish is not None, poll)
         assert book.finish is not None, "that is what `_run` waits for"
         self._free(self._steps.pop(step))
@@ -176,15 +181,20 @@ class StepDriver:
                     self._observe(event)
 
     def _observe(self, event: Event) -> None:
-        for action in self._scheduler.observe(event, time.monotonic()):
-            self._perform(action)
+        self._events.append(event)
+        while self._events:
+            for action in self._scheduler.observe(self._events.popleft(), time.monotonic()):
+                self._perform(action)
 
     def _perform(self, action: Action) -> None:
         match action:
             case Generate(part, generator):
                 book = self._steps[part.step]
-                task = self._engine.submit(generator, "generate", book.prompts_of(part))
+                method = "generate" if self._pool.reward_workers else "generate_and_score"
+                task = self._engine.submit(generator, method, book.prompts_of(part))
                 self._pending[task] = partial(self._on_generated, part, generator, task, book)
+            case Score(part, worker) if part in self._scored:
+                self._events.append(self._take_score(part, worker, self._scored.pop(part)))
             case Score(part, worker):
                 book = self._steps[part.step]
                 task = self._engine.submit(worker, "score", book.trajectories[part])
@@ -209,14 +219,28 @@ class StepDriver:
         book.trajectories[part] = report.trajectory
         book.metrics.join(report.metrics)
         self._spans.append(WorkerSpan(generator, "generate", str(part), report.span))
+        if report.score is not None:
+            self._scored[part] = report.score
         return [Generated(part, generator, report.span.seconds)]
 
     def _on_scored(self, part: Slice, worker: str, task: Task, book: _StepBook) -> list[Event]:
-        report: ScoreReport = task.result()
-        book.rewards[part.start : part.stop] = torch.tensor(report.rewards)
+        return [self._take_score(part, worker, task.result())]
+
+    def _take_score(self, part: Slice, worker: str, report: ScoreReport) -> Scored:
+        book = self._steps[part.step]
+        self._note_rewards(part, report.rewards, book)
         book.metrics.join(report.metrics)
         self._spans.append(WorkerSpan(worker, "score", str(part), report.span))
-        return [Scored(part, worker, report.span.seconds)]
+        return Scored(part, worker, report.span.seconds)
+
+    def _note_rewards(self, part: Slice, rewards: Sequence[float], book: _StepBook) -> None:
+        """Keep a slice's rewards; where its micro-batch is whole now, compare them, while the trainers are still busy."""
+        book.rewards[part.start : part.stop] = torch.tensor(rewards)
+        micro_batch = book.plan.micro_batches[part.micro_batch]
+        rows = slice(micro_batch.start, micro_batch.stop)
+        if not book.rewards[rows].isnan().any():
+            group_ids = torch.tensor(book.plan.prompts.group_ids[rows])
+            book.advantages[rows] = self._module.advantages(book.rewards[rows].clone(), group_ids).to(torch.float32)
 
     # ---- the trainer group ---------------------------------------------------------------------------------
 
@@ -234,7 +258,7 @@ class StepDriver:
     ) -> float:
         for part, trajectory, rewards in zip(parts, report.trajectories, report.rewards, strict=True):
             book.trajectories[part] = trajectory
-            book.rewards[part.start : part.stop] = torch.tensor(rewards)
+            self._note_rewards(part, rewards, book)
         book.metrics.join(report.metrics)
         self._spans.append(WorkerSpan(trainer, "assist", str(micro_batch), report.span))
         return report.switch_s
@@ -242,10 +266,7 @@ class StepDriver:
     def _submit_update(self, micro_batch: MicroBatch) -> None:
         book = self._steps[micro_batch.step]
         rows = slice(micro_batch.start, micro_batch.stop)
-        rewards = book.rewards[rows].clone()
-        group_ids = torch.tensor(book.plan.prompts.group_ids[rows])
-        advantages = self._module.advantages(rewards, group_ids).to(book.advantages.dtype)
-        book.advantages[rows] = advantages
+        rewards, advantages = book.rewards[rows].tolist(), book.advantages[rows].tolist()
         trajectories = [book.trajectories[part] for part in micro_batch.slices]
         for trainer in self._pool.trainers:
             task = self._engine.submit(

@@ -118,10 +118,16 @@ class WorkerPool:
         settings: Sequence[Mapping[str, Any]],
         clip_value: float,
         clip_algorithm: Literal["norm", "value"],
-    ) -> dict[str, StepReport]:
-        """Step the optimizer of every trainer rank."""
-        reports = self._call(self.trainers, "optimizer_step", settings, clip_value, clip_algorithm)
-        return dict(zip(self.trainers, reports, strict=True))
+    ) -> dict[str, Task]:
+        """Have every trainer rank step its optimizer; each task's result is a `StepReport`."""
+        return {
+            trainer: self.engine.submit(trainer, "optimizer_step", settings, clip_value, clip_algorithm)
+            for trainer in self.trainers
+        }
+
+    def gather(self, tasks: Mapping[str, Task]) -> dict[str, StepReport]:
+        """Wait for tasks of some workers."""
+        return dict(zip(tasks, self.engine.gather(list(tasks.values())), strict=True))
 
     def publish(self, version: int, *, must_change: bool) -> None:
         """Have the trainers write their weights for the generators."""

@@ -49,30 +49,23 @@ class WeightArena:
     """A worker's view of the slots."""
 
     def __init__(self, paths: Sequence[str], layout: ArenaLayout) -> None:
-        self._layout = layout
         self._slots = [torch.from_file(path, shared=True, size=layout.num_bytes, dtype=torch.uint8) for path in paths]
+        self._names = [extent.name for extent in layout.extents]
+        self._views = [[_view(slot, extent) for extent in layout.extents] for slot in self._slots]
 
     @torch.no_grad()
     def write(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
         """Copy a trainer's tensors into a slot."""
-        for extent, view in self._views(slot):
-            view.copy_(tensors[extent.name])
+        torch._foreach_copy_(self._views[slot], [tensors[name] for name in self._names])
 
     @torch.no_grad()
     def read(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
         """Copy a slot into a generator's tensors."""
-        for extent, view in self._views(slot):
-            tensors[extent.name].copy_(view)
+        torch._foreach_copy_([tensors[name] for name in self._names], self._views[slot])
 
-    def _views(self, slot: int) -> list[tuple[Extent, Tensor]]:
-        memory = self._slots[slot]
-        return [
-            (
-                extent,
-                memory[extent.start : extent.start + extent.num_bytes].view(extent.dtype).reshape(extent.shape),
-            )
-            for extent in self._layout.extents
-        ]
+
+def _view(slot: Tensor, extent: Extent) -> Tensor:
+    return slot[extent.start : extent.start + extent.num_bytes].view(extent.dtype).reshape(extent.shape)
 
 
 class SharedMemoryPlane(WeightPlane):

@@ -98,6 +98,16 @@ class PromptBatch:
             seeds=tuple(self.seeds[i] for i in index),
         )
 
+    def repeat(self, num_times: int) -> PromptBatch:
+        """Give all rows several times."""
+        return replace(
+            self,
+            prompts=self.prompts * num_times,
+            group_ids=self.group_ids * num_times,
+            sample_indices=self.sample_indices * num_times,
+            seeds=self.seeds * num_times,
+        )
+
     @classmethod
     def cat(cls, parts: Sequence[PromptBatch]) -> PromptBatch:
         """Join batches of one step."""
@@ -149,54 +159,56 @@ class Trajectory:
     """What a rollout leaves behind, with all that a trainer needs to score it again.
 
     One `policy_version` made the whole trajectory. Latents and log-probs are float32 whatever the policy's
-    precision is: rounding them would move the ratio by more than the usual clip range.
+    precision is: rounding them would move the ratio by more than the usual clip range. Algorithms that train on the
+    forward process need the final latents only, and record no step.
     """
 
     prompts: PromptBatch  # B rows
     condition: Condition  # B rows
-    latents: Tensor  # [B, K+1, ...] before each recorded step, and after the last one
+    latents: Tensor | None  # [B, K+1, ...] before each recorded step, and after the last one; None if K is 0
     final_latents: Tensor  # [B, ...] at sigma 0
     sigmas: Tensor  # [T+1] the schedule the rollout used; the policy was fed these very values
     timestep_indices: tuple[int, ...]  # [K] recorded steps, consecutive
     old_log_probs: Tensor | None  # [B, K] of the policy that made the samples; None after a deterministic rollout
     kernel: Kernel
     policy_version: int = 0
+    old_means: Tensor | None = None  # [B, K, ...] of the recorded steps' next latents; None if nobody needs them
 
     def __post_init__(self) -> None:
         num_samples, num_recorded = len(self.prompts), len(self.timestep_indices)
-        assert self.latents.shape[:2] == (num_samples, num_recorded + 1), "latents must be [B, K+1, ...]"
         first = self.timestep_indices[0] if self.timestep_indices else 0
         consecutive = tuple(range(first, first + num_recorded))
         assert self.timestep_indices == consecutive, "recorded timestep_indices must be consecutive"
-        assert self.latents.dtype == torch.float32, "latents must be stored in float32"
-        assert self.final_latents.shape == (num_samples, *self.latents.shape[2:]), "final_latents must be [B, ...]"
-        if self.old_log_probs is not None:
-            assert self.old_log_probs.shape == (num_samples, num_recorded), "old_log_probs must be [B, K]"
+        assert self.final_latents.shape[:1] == (num_samples,), "final_latents must be [B, ...]"
+        assert (self.latents is None) == (num_recorded == 0), "latents are those of the recorded steps"
+        if self.latents is not None:
+            assert self.latents.shape[:2] == (num_samples, num_recorded + 1), "latents must be [B, K+1, ...]"
+            assert self.latents.dtype == torch.float32, "latents must be stored in float32"
+            assert self.final_latents.shape[1:] == self.latents.shape[2:], "final_latents must be [B, ...]"
+        for name in ("old_log_probs", "old_means"):
+            value = getattr(self, name)
+            assert value is None or value.shape[:2] == (num_samples, num_recorded), f"{name} must be [B, K, ...]"
 
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def select(self, rows: slice) -> Trajectory:
+    def select(self, rows: slice | Sequence[int]) -> Trajectory:
         """Take some of the samples."""
+        index = rows if isinstance(rows, slice) else torch.tensor(rows, device=self.final_latents.device)
         return replace(
             self,
             prompts=self.prompts.select(rows),
-            condition=self.condition.select(rows),
-            latents=self.latents[rows],
-            final_latents=self.final_latents[rows],
-            old_log_probs=None if self.old_log_probs is None else self.old_log_probs[rows],
+            condition=self.condition.select(index),
+            **{name: value[index] for name, value in self._tensors()},  # type: ignore[arg-type]
         )
 
     def to(self, device: torch.device | str, *, copy: bool = False) -> Trajectory:
         """Move all tensors to `device`; `copy` makes new ones even if they are there."""
-        log_probs = self.old_log_probs
         return replace(
             self,
             condition=self.condition.to(device, copy=copy),
-            latents=self.latents.to(device, copy=copy),
-            final_latents=self.final_latents.to(device, copy=copy),
             sigmas=self.sigmas.to(device, copy=copy),
-            old_log_probs=None if log_probs is None else log_probs.to(device, copy=copy),
+            **{name: value.to(device, copy=copy) for name, value in self._tensors()},  # type: ignore[arg-type]
         )
 
     @classmethod
@@ -208,83 +220,136 @@ class Trajectory:
             assert part.timestep_indices == first.timestep_indices, "parts recorded different steps"
             assert part.kernel == first.kernel, "parts were sampled with different kernels"
             assert part.policy_version == first.policy_version, "parts were sampled with different weights"
-        log_probs = [part.old_log_probs for part in parts if part.old_log_probs is not None]
+            names = [[name for name, _ in entry._tensors()] for entry in (first, part)]
+            assert names[0] == names[1], f"parts hold different tensors, {names[0]} and {names[1]}"
         return replace(
             first,
             prompts=PromptBatch.cat([part.prompts for part in parts]),
             condition=type(first.condition).cat([part.condition for part in parts]),
-            latents=torch.cat([part.latents for part in parts]),
-            final_latents=torch.cat([part.final_latents for part in parts]),
-            old_log_probs=torch.cat(log_probs) if log_probs else None,
+            **{name: torch.cat([getattr(part, name) for part in parts]) for name, _ in first._tensors()},  # type: ignore[arg-type]
         )
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Give the tensors that have rows."""
+        for name in ("latents", "final_latents", "old_log_probs", "old_means"):
+            value = getattr(self, name)
+            if value is not None:
+                yield name, value
 
 
 @dataclass(frozen=True)
 class TimestepBatch:
     """N rows to train, one row a sample at one timestep, timestep-major (all samples of one timestep first)."""
 
-    latents: Tensor  # [N, ...] at `sigma`
-    next_latents: Tensor  # [N, ...] at `next_sigma`
+    prompts: PromptBatch  # N rows
+    latents: Tensor | None  # [N, ...] at `sigma`; None if the rollout recorded no steps
+    next_latents: Tensor | None  # [N, ...] at `next_sigma`
     final_latents: Tensor  # [N, ...] at sigma 0
     sigma: Tensor  # [N] the value fed to the policy, float32
     next_sigma: Tensor  # [N]
     sigma_max: Tensor  # [N] second value of the schedule, which bounds the pole of the kernels at sigma 1
     timestep_index: Tensor  # [N]
     old_log_probs: Tensor | None  # [N]
-    advantages: Tensor  # [N]
-    group_index: Tensor  # [N] group id of the row's sample
+    advantages: Tensor  # [N], or [N, R] if each of R rewards has its own
+    group_index: Tensor  # [N] equal where rows belong to one group at one timestep, in all parts of a micro-batch
     condition: Condition  # N rows
     kernel: Kernel
     policy_version: int
+    old_means: Tensor | None = None  # [N, ...]
 
     def __len__(self) -> int:
-        return self.latents.shape[0]
+        return len(self.final_latents)
 
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """Whole groups with their rewards and advantages: what a trainer is given."""
+    """Samples of whole groups with their rewards and advantages, or a part of them: what a trainer is given."""
 
     trajectory: Trajectory  # B samples
-    rewards: Tensor  # [B]
-    advantages: Tensor  # [B]
+    rewards: Tensor  # [B], or [B, R] of R rewards
+    advantages: Tensor  # [B], or [B, R] if each reward has its own
+    group_index: Tensor  # [B] number of the sample's group
+    num_groups: int
+    """Of the whole groups; a part may hold samples of fewer."""
 
-    def timestep_batch(self, timesteps: Tensor) -> TimestepBatch:
+    @classmethod
+    def of_groups(cls, trajectory: Trajectory, rewards: Tensor, advantages: Tensor) -> ScoredBatch:
+        """Number the groups of samples [B] that are whole groups."""
+        groups, index = torch.unique(torch.tensor(trajectory.prompts.group_ids), return_inverse=True)
+        return cls(trajectory, rewards, advantages, index, len(groups))
+
+    def select(self, rows: slice | Sequence[int]) -> ScoredBatch:
+        """Take some of the samples; groups keep their numbers."""
+        index = rows if isinstance(rows, slice) else torch.tensor(rows)
+        return replace(
+            self,
+            trajectory=self.trajectory.select(rows),
+            rewards=self.rewards[index],
+            advantages=self.advantages[index],
+            group_index=self.group_index[index],
+        )
+
+    def to(self, device: torch.device | str) -> ScoredBatch:
+        """Move the trajectory to `device`; rows of `timestep_batch` are made there."""
+        return replace(self, trajectory=self.trajectory.to(device))
+
+    def timestep_batch(self, timesteps: Tensor, *, first_column: int = 0) -> TimestepBatch:
         """Lay out the rows of the given timesteps.
 
         Args:
-            timesteps: [B, j] indices into the schedule, a column a pass over the samples; each must be recorded.
+            timesteps: [B, j] indices into the schedule, a column a pass over the samples; each must be recorded,
+                unless nothing is.
+            first_column: place of the first column among all that are trained.
 
         Raises:
             ValueError: a timestep that the rollout did not record.
         """
         trajectory = self.trajectory
-        first, last = trajectory.timestep_indices[0], trajectory.timestep_indices[-1]
-        if timesteps.min() < first or timesteps.max() > last:
-            raise ValueError(
-                f"timesteps {timesteps.min()} to {timesteps.max()} are to be trained, but the rollout recorded {first} "
-                f"to {last}; `select_timesteps` and `rollout` must agree."
-            )
-        device = trajectory.latents.device
+        self._check_recorded(timesteps)
+        device = trajectory.final_latents.device
         num_samples, num_columns = timesteps.shape
         # Timestep-major: row r is sample r % B at its (r // B)-th timestep.
         sample = torch.arange(num_samples, device=device).repeat(num_columns)
+        column = torch.arange(num_columns, device=device).repeat_interleave(num_samples)
         index = timesteps.t().reshape(-1).to(device)
-        recorded = index - trajectory.timestep_indices[0]
-        log_probs = trajectory.old_log_probs
-        groups = torch.tensor(trajectory.prompts.group_ids, device=device)
+        recorded = index - trajectory.timestep_indices[0] if trajectory.timestep_indices else index
+
+        def recorded_rows(values: Tensor | None, shift: int = 0) -> Tensor | None:
+            return None if values is None else values[sample, recorded + shift]
+
         return TimestepBatch(
-            latents=trajectory.latents[sample, recorded],
-            next_latents=trajectory.latents[sample, recorded + 1],
+            prompts=trajectory.prompts.repeat(num_columns),
+            latents=recorded_rows(trajectory.latents),
+            next_latents=recorded_rows(trajectory.latents, 1),
             final_latents=trajectory.final_latents[sample],
             sigma=trajectory.sigmas[index],
             next_sigma=trajectory.sigmas[index + 1],
             sigma_max=trajectory.sigmas[1].expand(len(index)),
             timestep_index=index,
-            old_log_probs=None if log_probs is None else log_probs[sample, recorded],
+            old_log_probs=recorded_rows(trajectory.old_log_probs),
             advantages=self.advantages.to(device)[sample],
-            group_index=groups[sample],
+            group_index=(first_column + column) * self.num_groups + self.group_index.to(device)[sample],
             condition=trajectory.condition.select(sample),
             kernel=trajectory.kernel,
             policy_version=trajectory.policy_version,
+            old_means=recorded_rows(trajectory.old_means),
         )
+
+    def _check_recorded(self, timesteps: Tensor) -> None:
+        recorded = self.trajectory.timestep_indices or range(len(self.trajectory.sigmas) - 1)
+        if len(timesteps) and (timesteps.min() < recorded[0] or timesteps.max() > recorded[-1]):
+            raise ValueError(
+                f"timesteps {timesteps.min()} to {timesteps.max()} are to be trained, but the rollout recorded "
+                f"{recorded[0]} to {recorded[-1]}; `select_timesteps` and `rollout` must agree."
+            )
+
+
+@dataclass(frozen=True)
+class RowLosses:
+    """Losses of N rows in two parts, for algorithms whose loss has a part that no advantage scales.
+
+    Dividing advantages by the std of the whole step, which is known at its end, scales the gradient of `policy` only.
+    """
+
+    policy: Tensor  # [N] proportional to the advantages, if the algorithm says so
+    regularizer: Tensor  # [N] such as a KL divergence, with its weight

@@ -203,7 +203,7 @@ def test_rows_are_laid_out_timestep_major_as_in_brute_force_loops(
     prompts = PromptBatch.for_step(prompts_named(*"abcd"[:num_prompts]), step=0, group_size=2, seed=0)
     recorded = tuple(range(first, first + num_recorded))
     trajectory = trajectory_of(prompts, num_steps=first + num_recorded + 1, recorded=recorded)
-    scored = ScoredBatch(trajectory, torch.randn(len(prompts)), torch.randn(len(prompts)))
+    scored = ScoredBatch.of_groups(trajectory, torch.randn(len(prompts)), torch.randn(len(prompts)))
     columns = data.draw(st.integers(1, num_recorded))
     index = st.integers(first, first + num_recorded - 1)
     timesteps = data.draw(
@@ -232,33 +232,37 @@ def assert_row(batch: TimestepBatch, row: int, scored: ScoredBatch, sample: int,
         "timestep_index": torch.tensor(timestep),
         "old_log_probs": trajectory.old_log_probs[sample, place],
         "advantages": scored.advantages[sample],
-        "group_index": torch.tensor(trajectory.prompts.group_ids[sample]),
+        # Groups of the next timestep have numbers of their own.
+        "group_index": torch.tensor(
+            row // len(trajectory) * (len(trajectory) // 2) + trajectory.prompts.group_ids[sample]
+        ),
     }
     for name in ROW_FIELDS:
         assert torch.equal(getattr(batch, name)[row], expected[name]), name
+    assert batch.prompts.seeds[row] == trajectory.prompts.seeds[sample]
     assert torch.equal(batch.condition.text[row], trajectory.condition.text[sample])  # type: ignore[attr-defined]
     assert torch.equal(batch.condition.level[row], trajectory.condition.level[sample])  # type: ignore[attr-defined]
     assert batch.kernel == trajectory.kernel
 
 
 def test_chunks_of_timesteps_hold_the_rows_of_the_whole(trajectory: Trajectory) -> None:
-    scored = ScoredBatch(trajectory, torch.randn(6), torch.randn(6))
+    scored = ScoredBatch.of_groups(trajectory, torch.randn(6), torch.randn(6))
     timesteps = torch.arange(3).expand(6, -1)
     whole = scored.timestep_batch(timesteps)
-    chunks = [scored.timestep_batch(columns) for columns in timesteps.split(2, dim=1)]
+    chunks = [scored.timestep_batch(timesteps[:, :2]), scored.timestep_batch(timesteps[:, 2:], first_column=2)]
     for name in ROW_FIELDS:
         assert torch.equal(torch.cat([getattr(chunk, name) for chunk in chunks]), getattr(whole, name))
 
 
 def test_rows_after_a_deterministic_rollout_have_no_log_probs(trajectory: Trajectory) -> None:
-    scored = ScoredBatch(replace(trajectory, old_log_probs=None), torch.zeros(6), torch.zeros(6))
+    scored = ScoredBatch.of_groups(replace(trajectory, old_log_probs=None), torch.zeros(6), torch.zeros(6))
     assert scored.timestep_batch(torch.zeros(6, 1, dtype=torch.long)).old_log_probs is None
 
 
 @pytest.mark.parametrize("timestep", [0, 4])
 def test_a_timestep_that_was_not_recorded_is_refused(timestep: int) -> None:
     prompts = PromptBatch.for_step(prompts_named("a"), step=0, group_size=2, seed=0)
-    scored = ScoredBatch(trajectory_of(prompts, recorded=(1, 2, 3)), torch.zeros(2), torch.zeros(2))
+    scored = ScoredBatch.of_groups(trajectory_of(prompts, recorded=(1, 2, 3)), torch.zeros(2), torch.zeros(2))
     with pytest.raises((AssertionError, ValueError), match="record"):
         scored.timestep_batch(torch.tensor([[2], [timestep]]))
 

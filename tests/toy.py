@@ -36,6 +36,10 @@ class ToyPolicy(DiffusionPolicy):
     def encode(self, prompts: Sequence[str]) -> ToyCondition:
         return ToyCondition(torch.tensor([WORDS.index(prompt) / len(WORDS) for prompt in prompts]))
 
+    def unconditional(self, condition: Condition) -> ToyCondition:
+        assert isinstance(condition, ToyCondition)
+        return ToyCondition(torch.full_like(condition.level, -1.0))
+
     def velocity(self, latents: Tensor, sigma: Tensor, condition: ToyCondition) -> Tensor:
         hidden = self.input(torch.cat([latents.flatten(1), sigma[:, None], condition.level[:, None]], dim=1))
         for block in self.blocks_:

@@ -110,6 +110,56 @@ def dance_sigmas(num_steps: int, *, shift: float) -> Tensor:
     return _shift(_line(1.0, 0.0, num_steps + 1), shift).float()
 
 
+def dpm_sigmas(num_steps: int, *, shift: float) -> Tensor:
+    """Make the schedule of diffusers' `DPMSolverMultistepScheduler` with `use_flow_sigmas`, which DGPO has.
+
+    It bends the even steps from 0.999 to 0, so that the first sigma is a little below 1.
+
+    Args:
+        num_steps: T, at least 1.
+        shift: k, positive; DGPO (arXiv:2510.08425) has 3.
+
+    Returns:
+        [T+1].
+
+    Raises:
+        ValueError: an argument is outside its range.
+    """
+    _check_num_steps(num_steps)
+    _check_shift(shift)
+    return _shift(_line(1.0 - 1.0 / _NUM_TRAIN_TIMESTEPS, 0.0, num_steps + 1), shift).float()
+
+
+def compress_sigmas(sigmas: Tensor, *, start: int, ratio: float, shift: float) -> Tensor:
+    """Make a shorter schedule from `sigmas[start]` to 0: a bent line, as `dance_sigmas` is.
+
+    MixGRPO-Flash (arXiv:2507.21802) solves what follows its window on such a schedule. Of the remaining sigmas
+    it keeps the given share, and at least one step: always to 0, where the published code stops short if
+    little remains.
+
+    Args:
+        sigmas: [T+1] float32.
+        start: where the rest begins, in [0, T).
+        ratio: in (0, 1], share of the T + 1 - start remaining sigmas; 1 keeps their number.
+        shift: k of `sigmas`, positive.
+
+    Returns:
+        [M+1] with M at most T - start, on the device of `sigmas`; the first entry is `sigmas[start]`.
+
+    Raises:
+        ValueError: an argument is outside its range.
+    """
+    _check_shift(shift)
+    num_sigmas = len(sigmas) - start
+    if start < 0 or num_sigmas < 2:
+        raise ValueError(f"`start` must leave a step to compress and be in [0, {len(sigmas) - 1}), got {start}.")
+    if not 0 < ratio <= 1:
+        raise ValueError(f"`ratio` is the share of sigmas to keep and must be in (0, 1], got {ratio}.")
+    first = float(_shift(sigmas[start].double(), 1 / shift))
+    # Bending back and forth in float64 returns to the same float32 number.
+    return _shift(_line(first, 0.0, max(int(num_sigmas * ratio), 2)), shift).to(sigmas)
+
+
 def _line(first: float, last: float, num: int) -> Tensor:
     return torch.linspace(first, last, num, dtype=torch.float64)
 

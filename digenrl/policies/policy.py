@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 from torch import Tensor, nn
 
 from digenrl.diffusion.noise import sample_noise
 from digenrl.types import Condition
+
+VelocityField: TypeAlias = Callable[[Tensor, Tensor, Condition], Tensor]
+"""(latents [N, ...], sigma [N], condition of N rows) -> velocity [N, ...]: a policy, or a copy of one."""
 
 
 class DiffusionPolicy(nn.Module, ABC):
@@ -51,6 +55,17 @@ class DiffusionPolicy(nn.Module, ABC):
         Returns:
             [N, ...], any floating dtype.
         """
+
+    def unconditional(self, condition: Condition) -> Condition:
+        """Give the condition of an empty prompt for the same rows; classifier-free guidance needs it.
+
+        Raises:
+            ValueError: this policy has none.
+        """
+        raise ValueError(
+            f"`guidance_scale` must be 1 for `{type(self).__name__}`: it does not define `unconditional`, the "
+            "condition of an empty prompt that classifier-free guidance compares with."
+        )
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:

@@ -17,6 +17,15 @@ A plain function, or an object with `__call__`. Workers receive a copy of the ob
 """
 
 
+class JoinedReward:
+    """Base of what asks other rewards and returns [B, R], each column checked."""
+
+    names: tuple[str, ...]
+    """Of the R rewards, in metrics."""
+    weights: tuple[float, ...]
+    """Relative to each other."""
+
+
 class RewardError(RuntimeError):
     """A reward did not return one finite number per sample."""
 
@@ -30,12 +39,14 @@ def compute_rewards(reward: Reward, media: Tensor, prompts: PromptBatch) -> Tens
     """Call `reward` and check what it gives; a bad value is an error, never a zero.
 
     Returns:
-        [B] float32 on the CPU.
+        [B] float32 on the CPU, or [B, R] of `SeveralRewards`, which has each of them checked.
 
     Raises:
         RewardError: not a tensor, another shape than [B], or a value that is NaN or infinite.
     """
     rewards = reward(media, prompts)
+    if isinstance(reward, JoinedReward):
+        return rewards
     name = reward_name(reward)
     if not isinstance(rewards, Tensor):
         raise RewardError(

@@ -14,6 +14,9 @@ class StepAdded:
     micro_batches: tuple[MicroBatch, ...]
     policy_version: int
     """Of the weights that train it; its samples are made with these or, within the bound, with the ones before."""
+    shares_rollout: bool = False
+    """Whether the weights before make the very same samples, which then are not stale: rollouts use a copy of the
+    weights that both versions have."""
 
 
 @dataclass(frozen=True)

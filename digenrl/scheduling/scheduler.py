@@ -41,8 +41,9 @@ class Scheduler:
 
     Generators: samples that wait for a reward are scored before new ones are made; steps are made in order; new weights
     are loaded between slices, as soon as they are published. A generator makes samples of a step with the weights that
-    train it, or, within the policy's staleness bound, with the ones before (TCSS; docs/design/staleness.md). Where all
-    reward workers are lost, generators score.
+    train it, or, within the policy's staleness bound, with the ones before (TCSS; docs/design/staleness.md); where both
+    make the same samples (`StepAdded.shares_rollout`), either will do. Where all reward workers are lost, generators
+    score.
 
     Trainers: they work on started steps only, in the order in which micro-batches become whole. Updates come before
     assistance, except where the assist plan says otherwise; the plan is made anew at every decision from the running
@@ -156,7 +157,7 @@ class Scheduler:
 
     def _add_step(self, event: StepAdded) -> None:
         assert event.micro_batches, "a step has at least one micro-batch"
-        step = StepWork(event.micro_batches, event.policy_version)
+        step = StepWork(event.micro_batches, event.policy_version, shares_rollout=event.shares_rollout)
         assert all(index < step.index for index in self._steps), "steps are added in order"
         assert step.policy_version - self._published_version in (0, 1), "a step is added one version ahead at most"
         self._steps[step.index] = step
@@ -279,7 +280,8 @@ class Scheduler:
             return None
         for step in self._steps.values():
             part = step.peek()
-            if part is not None and version == step.policy_version:
+            is_own = version == step.policy_version or (step.shares_rollout and version == step.policy_version - 1)
+            if part is not None and is_own:
                 return Generate(step.take(generator, is_stale=False), generator)
             if step.early and version == step.policy_version - 1:
                 return Generate(step.take_early(generator), generator)

@@ -22,9 +22,13 @@ class StepWork:
     rewards, or scored.
     """
 
-    def __init__(self, micro_batches: tuple[MicroBatch, ...], policy_version: int) -> None:
+    def __init__(
+        self, micro_batches: tuple[MicroBatch, ...], policy_version: int, *, shares_rollout: bool = False
+    ) -> None:
         self.index = micro_batches[0].step
         self.policy_version = policy_version
+        self.shares_rollout = shares_rollout
+        """Whether the version before its own makes the very same samples."""
         self.num_samples = sum(len(micro_batch) for micro_batch in micro_batches)
         self.unassigned: deque[MicroBatch] = deque(micro_batches)
         self.early: deque[Slice] = deque()

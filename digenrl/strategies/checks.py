@@ -6,6 +6,9 @@ from typing import Literal
 
 from lightning.pytorch import Trainer
 
+from digenrl.module import DiffusionRLModule
+from digenrl.rewards import JoinedReward
+
 PRECISIONS = ("32-true", "bf16-mixed")
 """What workers can compute in."""
 
@@ -55,6 +58,45 @@ def check_window(staleness: float, accumulate_grad_batches: int) -> None:
         raise ValueError(
             f"`staleness` must be 0 with `accumulate_grad_batches` {accumulate_grad_batches}: the batches of a window "
             "have the same weights, so none of them can be stale."
+        )
+
+
+def check_algorithm(
+    module: DiffusionRLModule,
+    *,
+    groups_per_micro_batch: int | Literal["all"],
+    staleness: float,
+    accumulate_grad_batches: int,
+) -> None:
+    """Check what the algorithm was given against how the step is cut and overlapped.
+
+    Raises:
+        ValueError: the combination would not give the gradient that the algorithm defines.
+    """
+    if module.updates_per_rollout > 1 and (staleness > 0 or accumulate_grad_batches > 1):
+        name, value = (
+            ("staleness", staleness) if staleness > 0 else ("accumulate_grad_batches", accumulate_grad_batches)
+        )
+        raise ValueError(
+            f"`updates_per_rollout` must be 1 with `{name}` {value}, got {module.updates_per_rollout}: its later steps "
+            "overlap with the rollout already."
+        )
+    if not module.needs_batch_std or groups_per_micro_batch == "all":
+        return
+    if not module.advantages_scale_gradient:
+        raise ValueError(
+            f"`advantage_scope` batch needs `groups_per_micro_batch: all` with {type(module).__name__}: its gradient "
+            "is not proportional to the advantages, so training cannot begin before the step's std is known."
+        )
+    if isinstance(module.reward, JoinedReward):
+        raise ValueError(
+            "`advantage_scope` batch needs `groups_per_micro_batch: all` with several rewards: each has a std of its "
+            "own, so training cannot begin before they are known."
+        )
+    if accumulate_grad_batches > 1:
+        raise ValueError(
+            f"`advantage_scope` batch needs `groups_per_micro_batch: all` with `accumulate_grad_batches` "
+            f"{accumulate_grad_batches}: gradients of batches with different stds are added up."
         )
 
 

@@ -24,7 +24,7 @@ from digenrl.module import DiffusionRLModule
 from digenrl.scheduling import Scheduler, SchedulingPolicy, cut_step
 from digenrl.scheduling.profile import Profile
 from digenrl.strategies import skeleton
-from digenrl.strategies.checks import check_trainer, check_window, micro_batch_groups
+from digenrl.strategies.checks import check_algorithm, check_trainer, check_window, micro_batch_groups
 from digenrl.strategies.driver import StepDriver, StepPlan, StepResult, WorkerSpan
 from digenrl.strategies.lookahead import LookaheadLoader
 from digenrl.strategies.optimizers import OptimizerSpec, changed_settings, hyper_parameters
@@ -139,6 +139,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         self._has_failed = False
         self._num_groups = 0
         self._unlogged: StepResult | None = None
+        self._gradient_scale = 1.0
         self._window = StepWindow()
         self._step_metrics: dict[str, float] = {}
         self._configured_settings: list[dict[str, Any]] = []
@@ -231,6 +232,12 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             num_devices=len(self.parallel_devices or []),
         )
         check_window(self.scheduling_policy.staleness, trainer.accumulate_grad_batches)
+        check_algorithm(
+            self.module,
+            groups_per_micro_batch=self.groups_per_micro_batch,
+            staleness=self.scheduling_policy.staleness,
+            accumulate_grad_batches=trainer.accumulate_grad_batches,
+        )
         if isinstance(trainer.datamodule, PromptData):  # type: ignore[attr-defined]
             self._micro_batch_groups(trainer.datamodule.prompts_per_step)  # type: ignore[attr-defined]
 
@@ -238,7 +245,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         return micro_batch_groups(
             self.groups_per_micro_batch,
             num_groups=num_groups,
-            group_size=self.module.group_size,
+            group_size=self.module.num_trained_samples,
             num_trainers=self.trainers,
         )
 
@@ -276,6 +283,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         loss = result.loss * trainer.accumulate_grad_batches
         # Where an optimizer step follows, trainers make it while this process logs.
         self._unlogged = result
+        self._gradient_scale = result.gradient_scale
         if trainer.accumulate_grad_batches > 1:
             self._log_result()
         module.next_step += 1
@@ -314,15 +322,17 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             micro_batches,
             policy_version=self.policy_version + step - module.next_step,
             # Lightning divides the loss of a batch by the batches of the window.
-            num_rows=module.select_timesteps(prompts).numel() * self._trainer.accumulate_grad_batches,
+            num_rows=module.num_rows(prompts) * self._trainer.accumulate_grad_batches,
+            shares_rollout=step % module.updates_per_rollout > 0,
         )
 
     def _look_ahead(self) -> None:
         """Make the next step's work known, for generators that have nothing left to do in this one."""
         assert self._driver is not None
-        if self.scheduling_policy.staleness == 0 or self._loader is None or self._is_last_step():
-            return
         next_step = self.module.next_step + 1
+        may_begin = self.scheduling_policy.staleness > 0 or next_step % self.module.updates_per_rollout > 0
+        if not may_begin or self._loader is None or self._is_last_step():
+            return
         for batch in self._loader.peek(1):
             if not self._driver.has_step(next_step):
                 self._driver.add_step(self._plan(batch, next_step))
@@ -389,7 +399,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
     def _step_trainers(self, optimizer: Optimizer) -> None:
         assert self._driver is not None
         settings = hyper_parameters(optimizer)
-        stepping = self.pool.optimizer_step(settings, *self.precision_plugin.take_clipping())
+        stepping = self.pool.optimizer_step(settings, *self.precision_plugin.take_clipping(), self._gradient_scale)
         self._log_result()
         reports = self.pool.gather(stepping)
         self.policy_version += 1

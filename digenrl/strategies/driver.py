@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +44,8 @@ from digenrl.strategies.pool import WorkerPool
 from digenrl.strategies.workers import AssistReport, GenerateReport, ScoreReport, Span, UpdateReport
 from digenrl.types import PromptBatch
 
+log = logging.getLogger(__name__)
+
 _POLL_S = 0.2  # how long a signal may go unnoticed
 
 
@@ -65,6 +69,8 @@ class StepPlan:
     """Of the weights that train it."""
     num_rows: int
     """The divisor of all losses."""
+    shares_rollout: bool = False
+    """Whether its samples are made by the same weights as those of the step before."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +78,10 @@ class StepResult:
     """What the driver knows of a step once all its gradients are accumulated."""
 
     prompts: PromptBatch  # B samples
-    rewards: Tensor  # [B]
-    advantages: Tensor  # [B]
+    rewards: Tensor  # [B] or [B, R]
+    advantages: Tensor  # [B] or [B, R]
+    gradient_scale: float
+    """What the accumulated gradient of the policy is to be multiplied by."""
     loss: float
     """Mean over the step's rows."""
     metrics: dict[str, MetricValue]
@@ -104,11 +112,13 @@ class StepDriver:
         self._steps: dict[int, _StepBook] = {}
         self._spans: list[WorkerSpan] = []
         self._is_paused = False
+        self._has_said_barrier = False
 
     def add_step(self, plan: StepPlan) -> None:
         """Make a step's work known; generators may begin with it while the step before is trained."""
-        self._steps[plan.prompts.step] = _StepBook(plan)
-        self._observe(StepAdded(plan.micro_batches, plan.policy_version))
+        waits_for_std = self._module.needs_batch_std and len(plan.micro_batches) > 1
+        self._steps[plan.prompts.step] = _StepBook(plan, waits_for_std)
+        self._observe(StepAdded(plan.micro_batches, plan.policy_version, plan.shares_rollout))
 
     def has_step(self, step: int) -> bool:
         """Whether a step was added and is not finished."""
@@ -132,11 +142,14 @@ class StepDriver:
         book = self._steps[step]
         self._run(lambda: book.finish is not None, poll)
         assert book.finish is not None, "that is what `_run` waits for"
+        if book.waits_for_std:
+            self._apply_batch_std(book, poll)
         self._free(self._steps.pop(step))
         return StepResult(
             book.plan.prompts,
             book.rewards,
             book.advantages,
+            book.gradient_scale,
             book.loss_sum / book.plan.num_rows,
             book.metrics.take(),
             book.finish.num_stale_samples,
@@ -233,14 +246,50 @@ class StepDriver:
         self._spans.append(WorkerSpan(worker, "score", str(part), report.span))
         return Scored(part, worker, report.span.seconds)
 
-    def _note_rewards(self, part: Slice, rewards: Sequence[float], book: _StepBook) -> None:
-        """Keep a slice's rewards; where its micro-batch is whole now, compare them, while the trainers are still busy."""
-        book.rewards[part.start : part.stop] = torch.tensor(rewards)
+    def _note_rewards(self, part: Slice, rewards: Sequence[Any], book: _StepBook) -> None:
+        """Keep a slice's rewards; where its micro-batch is whole now, compare them while trainers are busy."""
+        book.note_rewards(part, torch.tensor(rewards))
         micro_batch = book.plan.micro_batches[part.micro_batch]
-        rows = slice(micro_batch.start, micro_batch.stop)
-        if not book.rewards[rows].isnan().any():
-            group_ids = torch.tensor(book.plan.prompts.group_ids[rows])
-            book.advantages[rows] = self._module.advantages(book.rewards[rows].clone(), group_ids).to(torch.float32)
+        if book.is_scored(micro_batch):
+            compare = self._module.centered_rewards if book.waits_for_std else self._module.advantages
+            book.compare(micro_batch, compare)
+
+    def _apply_batch_std(self, book: _StepBook, poll: Callable[[], None]) -> None:
+        """Turn a gradient of centered rewards into that of advantages, which the whole step's std divides.
+
+        Where an advantage would be clipped, the gradient is no multiple of what was accumulated: the step is trained
+        again, now that all advantages are known.
+        """
+        group_ids = torch.tensor(book.plan.prompts.group_ids)
+        book.advantages = self._module.advantages(book.rewards, group_ids).to(torch.float32)
+        scale = self._module.gradient_scale(book.rewards, group_ids)
+        if scale is not None:
+            book.gradient_scale = scale
+            return
+        if not self._has_said_barrier:
+            self._has_said_barrier = True
+            log.warning(
+                "An advantage of step %d exceeds `advantage_clip`, so the step is trained again with all rewards known "
+                "(said once); with `groups_per_micro_batch: all` steps wait for all rewards instead.",
+                book.plan.prompts.step,
+            )
+        book.loss_sum, book.metrics = 0.0, MetricAccumulator()
+        self._wait_for([self._engine.submit(trainer, "discard_gradient") for trainer in self._pool.trainers], poll)
+        for micro_batch in book.plan.micro_batches:
+            tasks = {trainer: self._send_update(trainer, micro_batch, book) for trainer in self._pool.trainers}
+            self._wait_for(list(tasks.values()), poll)
+            for trainer, task in tasks.items():
+                self._on_update_report(trainer, book, micro_batch, task.result())
+
+    def _wait_for(self, tasks: list[Task], poll: Callable[[], None]) -> None:
+        """Wait for all of some tasks, and serve the others meanwhile."""
+
+        def is_over() -> bool:
+            return all(task.is_done for task in tasks)
+
+        for task in tasks:
+            self._pending[task] = partial(_no_events, task)
+        self._run(is_over, poll)
 
     # ---- the trainer group ---------------------------------------------------------------------------------
 
@@ -265,20 +314,22 @@ class StepDriver:
 
     def _submit_update(self, micro_batch: MicroBatch) -> None:
         book = self._steps[micro_batch.step]
-        rows = slice(micro_batch.start, micro_batch.stop)
-        rewards, advantages = book.rewards[rows].tolist(), book.advantages[rows].tolist()
-        trajectories = [book.trajectories[part] for part in micro_batch.slices]
         for trainer in self._pool.trainers:
-            task = self._engine.submit(
-                trainer,
-                "update",
-                trajectories,
-                rewards,
-                advantages,
-                num_rows=book.plan.num_rows,
-                timestep_batch_size=self._timestep_batch_size,
-            )
+            task = self._send_update(trainer, micro_batch, book)
             self._expect_from_rank(trainer, micro_batch, task, partial(self._on_update_report, trainer, book))
+
+    def _send_update(self, trainer: str, micro_batch: MicroBatch, book: _StepBook) -> Task:
+        rows = slice(micro_batch.start, micro_batch.stop)
+        return self._engine.submit(
+            trainer,
+            "update",
+            [book.trajectories[part] for part in micro_batch.slices],
+            book.rewards[rows].tolist(),
+            book.advantages[rows].tolist(),
+            num_rows=book.plan.num_rows,
+            timestep_batch_size=self._timestep_batch_size,
+            keeps_parts_apart=book.waits_for_std,
+        )
 
     def _on_update_report(self, trainer: str, book: _StepBook, micro_batch: MicroBatch, report: UpdateReport) -> float:
         book.loss_sum += report.loss_sum
@@ -331,8 +382,11 @@ class _StepBook:
     """What the driver notes of a step under way."""
 
     plan: StepPlan
+    waits_for_std: bool
+    """Whether micro-batches are trained on centered rewards, because the step's std is known only at its end."""
     rewards: Tensor = field(init=False)
     advantages: Tensor = field(init=False)
+    gradient_scale: float = 1.0
     trajectories: dict[Slice, ObjectRef] = field(default_factory=dict)
     unreported_ranks: dict[MicroBatch, dict[str, float | None]] = field(default_factory=dict)
     loss_sum: float = 0.0
@@ -340,11 +394,27 @@ class _StepBook:
     finish: FinishStep | None = None
 
     def __post_init__(self) -> None:
-        self.rewards = torch.full((len(self.plan.prompts),), float("nan"))
-        self.advantages = self.rewards.clone()
+        self.rewards = self.advantages = torch.empty(0)
 
     def prompts_of(self, part: Slice) -> PromptBatch:
         return self.plan.prompts.select(slice(part.start, part.stop))
+
+    def note_rewards(self, part: Slice, rewards: Tensor) -> None:
+        """Keep rewards [b] or [b, R] of a slice."""
+        if not len(self.rewards):
+            self.rewards = torch.full((len(self.plan.prompts), *rewards.shape[1:]), float("nan"))
+        self.rewards[part.start : part.stop] = rewards
+
+    def is_scored(self, micro_batch: MicroBatch) -> bool:
+        return not self.rewards[micro_batch.start : micro_batch.stop].isnan().any()
+
+    def compare(self, micro_batch: MicroBatch, compare: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Compare the rewards of a micro-batch that is whole."""
+        rows = slice(micro_batch.start, micro_batch.stop)
+        advantages = compare(self.rewards[rows].clone(), torch.tensor(self.plan.prompts.group_ids[rows]))
+        if not len(self.advantages):
+            self.advantages = torch.full((len(self.plan.prompts), *advantages.shape[1:]), float("nan"))
+        self.advantages[rows] = advantages.float()
 
 
 def _no_events(task: Task) -> list[Event]:

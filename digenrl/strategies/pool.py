@@ -118,10 +118,11 @@ class WorkerPool:
         settings: Sequence[Mapping[str, Any]],
         clip_value: float,
         clip_algorithm: Literal["norm", "value"],
+        gradient_scale: float,
     ) -> dict[str, Task]:
         """Have every trainer rank step its optimizer; each task's result is a `StepReport`."""
         return {
-            trainer: self.engine.submit(trainer, "optimizer_step", settings, clip_value, clip_algorithm)
+            trainer: self.engine.submit(trainer, "optimizer_step", settings, clip_value, clip_algorithm, gradient_scale)
             for trainer in self.trainers
         }
 

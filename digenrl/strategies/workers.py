@@ -21,7 +21,7 @@ from digenrl.module import DiffusionRLModule
 from digenrl.strategies.optimizers import OptimizerSpec, TrainingState, load_named_state, named_state
 from digenrl.strategies.skeleton import ModuleOutline, describe
 from digenrl.strategies.weight_planes import ArenaLayout, WeightArena, WeightSyncError, weights_digest
-from digenrl.types import Prompt, PromptBatch, ScoredBatch, Trajectory
+from digenrl.types import Prompt, PromptBatch, RowLosses, ScoredBatch, Trajectory
 
 _MAX_POLICY_AGE = 1  # versions; the scheduler never lets a trajectory grow older
 
@@ -133,6 +133,7 @@ class Worker:
         self._trains = False
         self._offloads_to_assist = False
         self._offloaded: TrainingState | None = None
+        self._regularizer_gradients: dict[str, Tensor] = {}
         self.policy_version = 0
 
     # ---- set-up --------------------------------------------------------------------------------------------
@@ -146,8 +147,8 @@ class Worker:
         built.to(self._device)
         # A worker has no trainer, and Lightning's `log` would drop the value.
         built.log, built.log_dict = self._log, self._log_dict
-        trained = self._trained_parameters()
-        frozen = {name: tensor for name, tensor in built.state_dict().items() if name not in trained}
+        published = built.published_weights()
+        frozen = {name: tensor for name, tensor in built.state_dict().items() if name not in published}
         return BuildReport(describe(built), weights_digest(frozen.items()))
 
     def join_group(self, address: str, port: int, rank: int, num_ranks: int, timeout_s: float) -> None:
@@ -159,7 +160,7 @@ class Worker:
         store = TCPStore(address, port, num_ranks, is_master=False, timeout=timeout)
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
-        self._group = dist.group.WORLD
+        self._group = self._module._row_group = dist.group.WORLD
 
     def configure_optimizer(self, spec: OptimizerSpec) -> None:
         """Make the optimizer that the driver described."""
@@ -245,20 +246,23 @@ class Worker:
     def update(
         self,
         trajectories: Sequence[ObjectRef],
-        rewards: Sequence[float],
-        advantages: Sequence[float],
+        rewards: Sequence[Any],
+        advantages: Sequence[Any],
         *,
         num_rows: int,
         timestep_batch_size: int | None,
+        keeps_parts_apart: bool = False,
     ) -> UpdateReport:
         """Accumulate the gradient of this rank's share of a micro-batch.
 
         Args:
             trajectories: its slices, in the order of their samples.
-            rewards: [B] of the micro-batch.
-            advantages: [B] of the micro-batch.
+            rewards: [B] or [B, R] of the micro-batch, as nested lists.
+            advantages: [B] or [B, R] of the micro-batch.
             num_rows: rows that the optimizer step covers, over all micro-batches: the one divisor of all losses.
             timestep_batch_size: timesteps in one forward and backward; None takes all at once.
+            keeps_parts_apart: accumulate the gradient of `RowLosses.regularizer` beside the policy's, which
+                `optimizer_step` will scale.
         """
         start_s = time.monotonic()
         switch_s = self._bring_back()
@@ -269,33 +273,73 @@ class Worker:
                 f"a trajectory of policy version {part.policy_version} reached a trainer at {self.policy_version}"
             )
         trajectory = Trajectory.cat([replace(part, policy_version=self.policy_version) for part in parts])
-        num_samples = len(trajectory)
-        rows = slice(self._rank * num_samples // self._num_ranks, (self._rank + 1) * num_samples // self._num_ranks)
-        scored = ScoredBatch(
-            trajectory.select(rows).to(self._device), torch.tensor(rewards)[rows], torch.tensor(advantages)[rows]
-        )
+        whole = ScoredBatch.of_groups(trajectory, torch.tensor(rewards), torch.tensor(advantages))
+        scored = self._share(self._module.trained_samples(whole)).to(self._device)
         timesteps = self._module.select_timesteps(scored.trajectory.prompts)
+        num_columns = timestep_batch_size or timesteps.shape[1]
         loss_sum = 0.0
-        for columns in timesteps.split(timestep_batch_size or timesteps.shape[1], dim=1):
-            batch = scored.timestep_batch(columns)
+        for first_column in range(0, timesteps.shape[1], num_columns):
+            batch = scored.timestep_batch(
+                timesteps[:, first_column : first_column + num_columns], first_column=first_column
+            )
             with self._autocast():
                 losses = self._module.timestep_loss(batch)
-            if losses.shape != (len(batch),):
-                raise ValueError(
-                    f"`timestep_loss` must return one loss per row, shape [{len(batch)}], got {list(losses.shape)}."
-                )
-            total = losses.sum()
-            (total / num_rows).backward()
-            loss_sum += total.item()
+            loss_sum += self._backward(losses, len(batch), num_rows=num_rows, keeps_parts_apart=keeps_parts_apart)
         return UpdateReport(loss_sum, self._module.take_metrics(), switch_s, Span(start_s, time.monotonic()))
+
+    def _share(self, scored: ScoredBatch) -> ScoredBatch:
+        """Give this rank's rows."""
+        num_samples = len(scored.trajectory)
+        return scored.select(
+            slice(self._rank * num_samples // self._num_ranks, (self._rank + 1) * num_samples // self._num_ranks)
+        )
+
+    def _backward(
+        self, losses: Tensor | RowLosses, num_losses: int, *, num_rows: int, keeps_parts_apart: bool
+    ) -> float:
+        """Accumulate the gradient of a chunk's losses; returns their sum."""
+        parts = (losses,) if isinstance(losses, Tensor) else (losses.policy, losses.regularizer)
+        for part in parts:
+            if part.shape != (num_losses,):
+                raise ValueError(
+                    f"`timestep_loss` must return one loss per row, shape [{num_losses}], got {list(part.shape)}."
+                )
+        sums = [part.sum() for part in parts]
+        if keeps_parts_apart and len(sums) == 2:
+            self._accumulate_regularizer(sums[1] / num_rows)
+            (sums[0] / num_rows).backward()
+        else:
+            (torch.stack(sums).sum() / num_rows).backward()
+        return sum(part.item() for part in sums)
+
+    def _accumulate_regularizer(self, loss: Tensor) -> None:
+        parameters = self._trained_parameters()
+        gradients = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True, allow_unused=True)
+        for name, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                so_far = self._regularizer_gradients.get(name)
+                self._regularizer_gradients[name] = gradient if so_far is None else so_far + gradient
+
+    def discard_gradient(self) -> None:
+        """Forget what `update` has accumulated."""
+        self._bring_back()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._regularizer_gradients.clear()
 
     def optimizer_step(
         self,
         settings: Sequence[Mapping[str, Any]],
         clip_value: float,
         clip_algorithm: Literal["norm", "value"],
+        gradient_scale: float = 1.0,
     ) -> StepReport:
         """Join the ranks' gradients, clip, step and clear them.
+
+        Args:
+            settings: hyper-parameters of the optimizer's parameter groups.
+            clip_value: of gradient clipping; 0 is none.
+            clip_algorithm: what is clipped.
+            gradient_scale: of the policy's gradient, before the regularizer's is added.
 
         Raises:
             NonFiniteGradientError: before anything was changed.
@@ -303,6 +347,7 @@ class Worker:
         start_s = time.monotonic()
         self._bring_back()
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        self._join_parts(gradient_scale)
         self._all_reduce_gradients(parameters)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients).item() if gradients else 0.0
@@ -324,8 +369,18 @@ class Worker:
             group.update(values)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        self._module.update_weight_copies()
         self.policy_version += 1
         return StepReport(norm, Span(start_s, time.monotonic()))
+
+    def _join_parts(self, gradient_scale: float) -> None:
+        """Scale the policy's gradient and add the regularizer's to it."""
+        for name, parameter in self._trained_parameters().items():
+            if parameter.grad is not None and gradient_scale != 1.0:
+                parameter.grad.mul_(gradient_scale)
+            extra = self._regularizer_gradients.pop(name, None)
+            if extra is not None:
+                parameter.grad = extra if parameter.grad is None else parameter.grad + extra
 
     def _all_reduce_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Sum over ranks in one message per dtype; a gradient that no rank has stays absent."""
@@ -349,25 +404,25 @@ class Worker:
 
     def weights_layout(self) -> ArenaLayout:
         """Say what a transfer of the trained weights consists of."""
-        return ArenaLayout.of(self._trained_parameters())
+        return ArenaLayout.of(self._module.published_weights())
 
     def open_arena(self, paths: Sequence[str]) -> None:
         """Map the shared memory that weights travel through."""
         self._arena = WeightArena(paths, self.weights_layout())
 
     def write_weights(self, slot: int) -> str:
-        """Write the trained weights (one rank does, all have the same); returns their digest."""
-        trained = self._trained_parameters()
+        """Write the weights that generators need (one rank does, all have the same); returns their digest."""
+        published = self._module.published_weights()
         if self._rank == 0:
-            self._arena.write(slot, trained)
-        return weights_digest(trained.items())
+            self._arena.write(slot, published)
+        return weights_digest(published.items())
 
     def load_weights(self, slot: int, version: int, digest: str) -> Span:
-        """Load trained weights and check that they are those that were sent."""
+        """Load published weights and check that they are those that were sent."""
         start_s = time.monotonic()
-        trained = self._trained_parameters()
-        self._arena.read(slot, trained)
-        loaded = weights_digest(trained.items())
+        published = self._module.published_weights()
+        self._arena.read(slot, published)
+        loaded = weights_digest(published.items())
         if loaded != digest:
             raise WeightSyncError(f"weights of version {version} arrived as {loaded}, but were sent as {digest}.")
         self.policy_version = version
@@ -406,7 +461,7 @@ class Worker:
     def _without_gradient(self) -> AbstractContextManager[Any]:
         """Forbid gradients, for good where nothing is trained: inference tensors save a tenth of a small policy's time.
 
-        A trainer must not have them. What its module keeps from a rollout, such as text embeddings, it also trains with.
+        A trainer must not have them: what its module keeps of a rollout, such as embeddings, it also trains with.
         """
         return torch.no_grad() if self._trains else torch.inference_mode()
 

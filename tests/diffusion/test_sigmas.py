@@ -7,9 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 
-from digenrl.diffusion import dance_sigmas, dynamic_shift_sigmas, flow_match_sigmas
+from digenrl.diffusion import (
+    compress_sigmas,
+    dance_sigmas,
+    dpm_sigmas,
+    dynamic_shift_sigmas,
+    flow_match_sigmas,
+)
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "schedules.npz")
 
@@ -76,6 +82,47 @@ def test_dynamic_shift_equals_diffusers_scheduler(num_steps):
     assert actual[-2] == np.float32(0.02)
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning:diffusers")
+@pytest.mark.parametrize("num_steps", [1, 2, 10, 33])
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_dpm_sigmas_equal_diffusers_scheduler(num_steps, shift):
+    scheduler = DPMSolverMultistepScheduler(use_flow_sigmas=True, flow_shift=shift)
+    scheduler.set_timesteps(num_steps)
+    actual = dpm_sigmas(num_steps, shift=shift)
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, scheduler.sigmas, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+@pytest.mark.parametrize("start", [0, 1, 7, 11])
+def test_compressing_to_all_sigmas_changes_nothing(shift, start):
+    sigmas = dance_sigmas(12, shift=shift)
+    tail = compress_sigmas(sigmas, start=start, ratio=1.0, shift=shift)
+    torch.testing.assert_close(tail, sigmas[start:], atol=1e-6, rtol=0)
+
+
+def test_compressed_sigmas_are_a_bent_line_of_the_given_share():
+    """MixGRPO-Flash's rule: of the 20 sigmas from index 6 on it keeps int(0.4 * 20), in even steps before the bend."""
+    tail = compress_sigmas(dance_sigmas(25, shift=3.0), start=6, ratio=0.4, shift=3.0)
+    line = [Fraction(19, 25) * Fraction(7 - i, 7) for i in range(8)]
+    expected = torch.tensor([float(3 * u / (1 + 2 * u)) for u in line])
+    torch.testing.assert_close(tail, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("ratio", [0.01, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("make", [dance_sigmas, dpm_sigmas, flow_match_sigmas])
+@pytest.mark.parametrize("shift", [0.3, 3.0, 7.3])
+def test_compressed_sigmas_fall_from_where_they_start_to_zero(make, ratio, shift):
+    sigmas = make(9, shift=shift)
+    for start in range(9):
+        tail = compress_sigmas(sigmas, start=start, ratio=ratio, shift=shift)
+        assert tail[0] == sigmas[start]
+        assert tail[-1] == 0
+        assert (tail.diff() < 0).all()
+        assert 2 <= len(tail) <= len(sigmas) - start
+        assert tail.dtype == torch.float32
+
+
 @pytest.mark.parametrize("num_steps", [1, 3, 10, 50])
 @pytest.mark.parametrize("shift", [1, 3, 12])
 def test_static_shift_is_the_nearest_float_to_the_exact_value(num_steps, shift):
@@ -112,6 +159,13 @@ def test_schedule_does_not_depend_on_torchs_default_type():
         (lambda: flow_match_sigmas(4, shift=math.nan), "`shift` .* got nan"),
         (lambda: dance_sigmas(-1, shift=3.0), "`num_steps` .* got -1"),
         (lambda: dance_sigmas(4, shift=math.inf), "`shift` .* got inf"),
+        (lambda: dpm_sigmas(0, shift=3.0), "`num_steps` .* got 0"),
+        (lambda: dpm_sigmas(4, shift=-1.0), "`shift` .* got -1"),
+        (lambda: compress_sigmas(dance_sigmas(4, shift=1.0), start=4, ratio=0.5, shift=1.0), "`start` .* got 4"),
+        (lambda: compress_sigmas(dance_sigmas(4, shift=1.0), start=-1, ratio=0.5, shift=1.0), "`start` .* got -1"),
+        (lambda: compress_sigmas(dance_sigmas(4, shift=1.0), start=1, ratio=0.0, shift=1.0), "`ratio` .* got 0"),
+        (lambda: compress_sigmas(dance_sigmas(4, shift=1.0), start=1, ratio=1.1, shift=1.0), "`ratio` .* got 1.1"),
+        (lambda: compress_sigmas(dance_sigmas(4, shift=1.0), start=1, ratio=0.5, shift=0.0), "`shift` .* got 0"),
         (lambda: dynamic_shift_sigmas(0, sequence_length=9), "`num_steps` .* got 0"),
         (lambda: dynamic_shift_sigmas(4, sequence_length=0), "`sequence_length` .* got 0"),
         (

@@ -52,7 +52,7 @@ def reference_gradient() -> dict[str, Tensor]:
     with torch.no_grad():
         trajectory = module.rollout(prompts)
         rewards = module.score(trajectory)
-    scored = ScoredBatch(trajectory, rewards, module.advantages(rewards, torch.tensor(prompts.group_ids)))
+    scored = ScoredBatch.of_groups(trajectory, rewards, module.advantages(rewards, torch.tensor(prompts.group_ids)))
     timesteps = module.select_timesteps(prompts)
     for column in range(timesteps.shape[1]):
         losses = module.timestep_loss(scored.timestep_batch(timesteps[:, column : column + 1]))

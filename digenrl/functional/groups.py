@@ -1,0 +1,77 @@
+"""What the rows of a group have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+GroupReduction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""Reduces values [N] over the rows with equal group index [N] and gives each row its group's result, [N].
+
+`sum_per_group` and `mean_per_group` do it over the rows they are given. Where groups are spread over ranks, the
+caller passes one that includes the rows of the other ranks.
+"""
+
+
+def sum_per_group(values: Tensor, group_index: Tensor) -> Tensor:
+    """Give each row the sum over its group.
+
+    Args:
+        values: [N].
+        group_index: [N] integers in any order; rows with equal index form a group.
+
+    Returns:
+        [N].
+    """
+    unique, group = torch.unique(group_index, return_inverse=True)
+    return values.new_zeros(len(unique)).index_add(0, group, values)[group]
+
+
+def mean_per_group(values: Tensor, group_index: Tensor) -> Tensor:
+    """Give each row the mean over its group.
+
+    Args:
+        values: [N].
+        group_index: [N] integers in any order; rows with equal index form a group.
+
+    Returns:
+        [N].
+    """
+    return sum_per_group(values, group_index) / sum_per_group(torch.ones_like(values), group_index)
+
+
+def number_groups(values: Tensor, group_ids: Tensor | Sequence[int], *, name: str) -> tuple[Tensor, Tensor]:
+    """Check values and ids that a user gave, and number the groups in the order of their ids.
+
+    Args:
+        values: [B], called `name` in messages.
+        group_ids: [B] integers in any order.
+        name: what the caller calls the values.
+
+    Returns:
+        The number of each row's group [B], and whether all values of a group are equal [G].
+
+    Raises:
+        ValueError: a value is not finite, or the lengths differ.
+    """
+    if values.ndim != 1:
+        raise ValueError(f"`{name}` must have one entry per sample, [B], got shape {tuple(values.shape)}.")
+    ids = torch.as_tensor(group_ids, device=values.device)
+    if ids.shape != values.shape:
+        raise ValueError(
+            f"`group_ids` must have one entry per sample, got shape {tuple(ids.shape)} for {len(values)} {name}."
+        )
+    wrong = (~values.isfinite()).nonzero().flatten().tolist()
+    if wrong:
+        raise ValueError(
+            f"`{name}` must be finite, got {values[wrong].tolist()} at indices {wrong}; "
+            "a reward that failed has to raise an error instead."
+        )
+    unique, group = torch.unique(ids, return_inverse=True)
+    values, empty = values.detach(), values.new_zeros(len(unique))
+    lowest = empty.scatter_reduce(0, group, values, "amin", include_self=False)
+    highest = empty.scatter_reduce(0, group, values, "amax", include_self=False)
+    return group, lowest == highest

@@ -1,0 +1,77 @@
+"""Second sets of a policy's trained weights: references, old policies, averages."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from digenrl.averaging import DecaySchedule
+from digenrl.policies.policy import DiffusionPolicy
+from digenrl.types import Condition
+
+
+class WeightCopy(nn.Module):
+    """The policy with other weights: a copy of those that are trained, which then follows them by a schedule.
+
+    What is not trained is shared with the policy, so under LoRA a copy is as small as the adapter, and a copy that is
+    never updated is the policy that training started from. Copies are buffers: they are saved and restored with the
+    module, and no optimizer sees them.
+
+    Example:
+        >>> from digenrl.averaging import ConstantDecay
+        >>> from tests.toy import ToyPolicy
+        >>> policy = ToyPolicy()
+        >>> policy.build()
+        >>> old = WeightCopy(policy, ConstantDecay(0.5))
+        >>> old.update()
+        True
+    """
+
+    num_steps: Tensor
+    """Optimizer steps that `update` has followed, an integer."""
+
+    def __init__(self, policy: DiffusionPolicy, schedule: DecaySchedule) -> None:
+        """Copy the trained weights of a policy that is built."""
+        super().__init__()
+        self._policy = (policy,)  # in a tuple: it is not a part of its copy
+        self._schedule = schedule
+        self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
+        self.weights = nn.Module()
+        for name, parameter in self._trained():
+            *path, last = name.split(".")
+            owner = self.weights
+            for part in path:
+                if part not in owner._modules:
+                    owner.add_module(part, nn.Module())
+                owner = owner.get_submodule(part)
+            owner.register_buffer(last, parameter.detach().clone())
+
+    @torch.no_grad()
+    def forward(self, latents: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
+        """Predict noise - data with these weights, without gradient; see `DiffusionPolicy.velocity`."""
+        velocity: Tensor = torch.func.functional_call(
+            self._policy[0], dict(self.weights.named_buffers()), (latents, sigma, condition)
+        )
+        return velocity
+
+    @torch.no_grad()
+    def update(self) -> bool:
+        """Follow the weights once, after an optimizer step; returns whether the schedule asked for it."""
+        decay = self._schedule.decay(int(self.num_steps))
+        self.num_steps += 1
+        if decay is None:
+            return False
+        copies = dict(self.weights.named_buffers())
+        for name, parameter in self._trained():
+            copies[name].lerp_(parameter.detach().to(copies[name].dtype), 1 - decay)
+        return True
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [entry for entry in self._policy[0].named_parameters() if entry[1].requires_grad]
+
+    def train(self, mode: bool = True) -> WeightCopy:
+        """Stay in evaluation mode, as the policy does."""
+        return super().train(False)
+
+    def _get_name(self) -> str:
+        return f"{type(self).__name__}[{self._schedule}]"

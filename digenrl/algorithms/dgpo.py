@@ -122,7 +122,7 @@ class DGPO(ForwardProcessModule):
         return super().rollout_policy
 
     def timestep_loss(self, batch: TimestepBatch) -> Tensor:
-        """Give sigmoid(S) A d per row, S the group's margin at the row's timestep, and the distance to the reference."""
+        """Give sigmoid(S) A d per row, with the margin S of its group, and the distance to the reference."""
         rows = self.noised(batch)
         velocity = self.velocity(self.policy, rows, batch)
         distance = mean_square(velocity - rows.target)

@@ -280,8 +280,8 @@ class Scheduler:
             return None
         for step in self._steps.values():
             part = step.peek()
-            is_own = version == step.policy_version or (step.shares_rollout and version == step.policy_version - 1)
-            if part is not None and is_own:
+            is_as_good = step.shares_rollout and version == step.policy_version - 1 and not is_outdated
+            if part is not None and (version == step.policy_version or is_as_good):
                 return Generate(step.take(generator, is_stale=False), generator)
             if step.early and version == step.policy_version - 1:
                 return Generate(step.take_early(generator), generator)

@@ -68,7 +68,8 @@ def make(case: str, *, descends: bool = False, moves_copies: bool = False, **set
         methods["configure_optimizers"] = _configure_descent
     if moves_copies:
         methods["configure_model"] = _build_and_move_copies
-    return type(cls.__name__, (cls,), methods)(ToyPolicy(), level_reward, **{**SMALL, **own, **settings})
+    reward = settings.pop("reward", level_reward)
+    return type(cls.__name__, (cls,), methods)(ToyPolicy(), reward, **{**SMALL, **own, **settings})
 
 
 def _configure_descent(self: DiffusionRLModule) -> torch.optim.Optimizer:

@@ -76,6 +76,8 @@ class Job:
     generation_batch_size: int | None
     steps_per_version: int
     """More than 1 under gradient accumulation, which goes without staleness."""
+    steps_per_rollout: int
+    """More than 1 if several updates train on samples of the same weights, which goes without both."""
     pauses_after: frozenset[int]
     """Steps after which the generators are wanted for a validation."""
     is_last_step_dropped: bool
@@ -109,6 +111,9 @@ class Job:
                     generation_batch_size=self.generation_batch_size,
                 ),
                 policy_version=index // (1 if self.policy.staleness > 0 else self.steps_per_version),
+                shares_rollout=self.policy.staleness == 0
+                and self.steps_per_version == 1
+                and index % self.steps_per_rollout > 0,
             )
             for index, count in enumerate(self.micro_batches_per_step)
         ]
@@ -136,6 +141,7 @@ JOBS = st.builds(
     micro_batches_per_step=st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple),
     generation_batch_size=st.none() | st.integers(1, 4),
     steps_per_version=st.integers(1, 2),
+    steps_per_rollout=st.integers(1, 3),
     pauses_after=st.frozensets(st.integers(0, 3)),
     is_last_step_dropped=st.booleans(),
     is_deaf=st.booleans(),
@@ -187,9 +193,9 @@ class Simulation:
         self._observe(steps[0])
         is_paused = False
         for index in range(self._job.num_trained_steps):
-            if index > 0 and self._job.policy.staleness == 0:
+            if index > 0 and self._job.policy.staleness == 0 and not steps[index].shares_rollout:
                 self._observe(steps[index])
-            elif index + 1 < len(steps) and self._job.policy.staleness > 0:
+            if index + 1 < len(steps) and (self._job.policy.staleness > 0 or steps[index + 1].shares_rollout):
                 self._observe(steps[index + 1])
             if is_paused:
                 self._observe(Resumed())
@@ -335,6 +341,8 @@ class Ledger:
         return self.steps[step].micro_batches[-1].stop
 
     def num_stale(self, step: int) -> int:
+        if self.steps[step].shares_rollout:
+            return 0
         version = self.steps[step].policy_version
         return sum(len(part) for part, made_with in self.version.items() if part.step == step and made_with < version)
 
@@ -554,7 +562,8 @@ def test_without_staleness_all_samples_are_made_with_their_steps_weights(job: Jo
     for ledger, turn in replay(job):
         for action in turn.actions:
             if isinstance(action, Generate):
-                assert ledger.holds[action.generator] == ledger.steps[action.slice.step].policy_version
+                step, version = ledger.steps[action.slice.step], ledger.holds[action.generator]
+                assert version == step.policy_version or (step.shares_rollout and version == step.policy_version - 1)
             if isinstance(action, FinishStep):
                 assert action.num_stale_samples == 0
 
@@ -576,7 +585,8 @@ def stale_slices(job: Job, seed: int) -> set[Slice]:
 @simulated
 @given(CALM_JOBS, STALENESS, st.integers(0, 2**32))
 def test_exact_makes_the_same_slices_stale_whatever_the_durations(job: Job, staleness: float, seed: int) -> None:
-    job = replace(job, policy=replace(job.policy, staleness_mode="exact", staleness=staleness))
+    policy = replace(job.policy, staleness_mode="exact", staleness=staleness)
+    job = replace(job, policy=policy, steps_per_rollout=1)
     stale = stale_slices(job, job.seed)
     assert stale == stale_slices(job, seed)
     # They are those at the front of each step but the first that fit under the bound.
@@ -626,8 +636,8 @@ def allowed(ledger: Ledger, generator: str, policy: SchedulingPolicy) -> bool:
     """Whether there is something that an idle generator may do.
 
     It may score what nobody else will; load published weights that it lacks; and unless paused make the first unmade
-    slice of a step with the step's own weights, an early slice with the ones before, or under `cap` the first unmade
-    slice of a step with the ones before where the bound has room for it.
+    slice of a step with the step's own weights, or with the ones before where these are as good, an early slice with
+    the ones before, or under `cap` the first unmade slice of a step with the ones before where the bound has room.
     """
     if ledger.waiting and not ledger.reward_workers:
         return True
@@ -641,7 +651,7 @@ def allowed(ledger: Ledger, generator: str, policy: SchedulingPolicy) -> bool:
         is_early = age == 1 and any(part.step == step for part in ledger.early)
         room = math.floor(policy.staleness * ledger.num_samples(step) + 1e-9) - ledger.num_stale(step)
         has_room = bool(unmade) and policy.staleness_mode == "cap" and len(unmade[0]) <= room
-        if is_early or (unmade and (age == 0 or (age == 1 and has_room))):
+        if is_early or (unmade and (age == 0 or (age == 1 and (has_room or added.shares_rollout)))):
             return True
     return False
 
@@ -796,6 +806,7 @@ def makespans(
         micro_batches_per_step=(num_micro_batches,) * 4,
         generation_batch_size=batch_size,
         steps_per_version=1,
+        steps_per_rollout=1,
         pauses_after=frozenset(),
         is_last_step_dropped=False,
         is_deaf=False,
@@ -956,7 +967,9 @@ def test_the_first_bubble_is_assisted_to_measure_how_long_that_takes() -> None:
 
 def trainer_tasks_of_second_step(method: str, num_micro_batches: int, costs: Costs) -> str:
     """Spell what the trainer does, `a` for an assist and `U` for an update."""
-    job = Job(0, 1, 0, SchedulingPolicy(method), 1, 1, (num_micro_batches,) * 2, None, 1, frozenset(), False, False, ())
+    job = Job(
+        0, 1, 0, SchedulingPolicy(method), 1, 1, (num_micro_batches,) * 2, None, 1, 1, frozenset(), False, False, ()
+    )
     actions = [action for turn in simulate(job, costs.seconds) for action in turn.actions]
     letters = {Assist: "a", Update: "U"}
     return "".join(
@@ -1244,3 +1257,38 @@ def test_durations_are_per_sample_and_leave_switching_out() -> None:
     # The switch: 2 s at first, then a fifth of the way to 1 s.
     expected = {"assist": 2.0, "update": 2.0, "switch": 1.8, "generate": 5.0, "score": 1.5}
     assert scheduler.durations.as_dict() == pytest.approx(expected)
+
+
+# ---- several updates per rollout ---------------------------------------------------------------------------
+
+
+@simulated
+@given(
+    JOBS.map(
+        lambda job: replace(
+            job, policy=replace(job.policy, staleness=0.0), steps_per_version=1, steps_per_rollout=2, losses=()
+        )
+    )
+)
+def test_a_step_of_the_same_rollout_is_begun_before_its_weights_exist(job: Job) -> None:
+    begun_early = {
+        action.slice.step
+        for ledger, turn in replay(job)
+        for action in turn.actions
+        if isinstance(action, Generate) and ledger.steps[action.slice.step].policy_version > ledger.published
+    }
+    assert begun_early <= {index for index in range(len(job.micro_batches_per_step)) if index % 2 == 1}
+
+
+def test_generators_go_on_with_the_next_step_while_the_trainer_updates() -> None:
+    first, second = (
+        cut_step(index, num_groups=1, group_size=2, groups_per_micro_batch=1, num_generators=1) for index in (0, 1)
+    )
+    part = first[0].slices[0]
+    scheduler = Scheduler(["generator-0"])
+    scheduler.observe(StepAdded(first, policy_version=0), 0.0)
+    scheduler.observe(StepAdded(second, policy_version=1, shares_rollout=True), 0.0)
+    scheduler.observe(StepStarted(0), 0.0)
+    scheduler.observe(Generated(part, "generator-0"), 1.0)
+    actions = scheduler.observe(Scored(part, "generator-0"), 2.0)
+    assert actions == [Generate(second[0].slices[0], "generator-0"), Update(first[0])]

@@ -1,0 +1,87 @@
+"""Advantages that the std of the whole step divides, while its groups are trained one by one."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from digenrl import DisaggregatedStrategy
+from digenrl.algorithms import DGPO
+from digenrl.rewards import SeveralRewards
+from tests.algorithms.cases import make
+from tests.integration.toy_runs import fit, largest_difference, toy_data
+from tests.rewards.test_several import calm
+from tests.toy import ToyPolicy, level_reward
+
+
+def streamed(**settings: Any) -> DisaggregatedStrategy:
+    return DisaggregatedStrategy(engine="inline", groups_per_micro_batch=1, **settings)
+
+
+def test_logged_advantages_are_those_of_the_whole_step() -> None:
+    ours, _, _ = fit(streamed(), module=make("FlowGRPO-batch"))
+    theirs, _, _ = fit("auto", module=make("FlowGRPO-batch"))
+    sizes = [trainer.callback_metrics["advantage/abs_mean"].item() for trainer in (ours, theirs)]
+    assert sizes[0] == pytest.approx(sizes[1])
+
+
+def test_gradient_clipping_sees_the_scaled_gradient() -> None:
+    settings: dict[str, Any] = {"gradient_clip_val": 1e-3, "max_steps": 3}
+    ours, _, our_weights = fit(streamed(), module=make("FlowGRPO-batch-KL"), **settings)
+    theirs, _, their_weights = fit("auto", module=make("FlowGRPO-batch-KL"), **settings)
+    norms = [trainer.callback_metrics["grad_norm"].item() for trainer in (ours, theirs)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert largest_difference(our_weights, their_weights) <= 1e-6
+
+
+def test_a_step_whose_advantages_are_clipped_is_trained_again_and_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="digenrl"):
+        trainer, _, _ = fit(streamed(), module=make("FlowGRPO-batch-clipped"), max_steps=3)
+    said = [record for record in caplog.records if "advantage_clip" in record.message]
+    assert len(said) == 1
+    assert trainer.global_step == 3
+
+
+def test_nothing_is_trained_again_where_no_advantage_is_clipped(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="digenrl"):
+        fit(streamed(), module=make("FlowGRPO-batch"), max_steps=2)
+    assert not [record for record in caplog.records if "advantage_clip" in record.message]
+
+
+def test_equal_rewards_everywhere_leave_the_weights_alone() -> None:
+    module = make("FlowGRPO-batch", weight_decay=0.0)
+    module._reward = (lambda media, prompts: media.flatten(1).sum(1) * 0,)
+    before = make("FlowGRPO-batch")
+    before.configure_model()
+    _, _, after = fit(streamed(), module=module)
+    assert largest_difference(after, before.state_dict()) == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "settings", "message"),
+    [
+        (lambda: DGPO(ToyPolicy(), level_reward, group_size=4, advantage_scope="batch"), {}, "with DGPO: its gradient"),
+        (lambda: make("FlowGRPO-batch"), {"accumulate_grad_batches": 2}, "`accumulate_grad_batches` 2"),
+        (lambda: make("FlowGRPO-batch", reward=SeveralRewards([level_reward, calm])), {}, "with several rewards"),
+    ],
+)
+def test_where_streaming_is_not_exact_it_is_refused_with_the_remedy(
+    module: Any, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"`groups_per_micro_batch: all` .*{message}"):
+        fit(streamed(), module=module(), **settings)
+
+
+def test_any_algorithm_may_wait_for_the_whole_step() -> None:
+    def module() -> DGPO:
+        settings: dict[str, Any] = {"num_steps": 5, "num_trained_timesteps": 2, "seed": 0, "lr": 1e-3}
+        return DGPO(ToyPolicy(), level_reward, group_size=4, advantage_scope="batch", **settings)
+
+    strategy = DisaggregatedStrategy(engine="inline", groups_per_micro_batch="all")
+    _, _, ours = fit(strategy, module=module(), max_steps=2, data=toy_data())
+    _, _, theirs = fit("auto", module=module(), max_steps=2, data=toy_data())
+    assert largest_difference(ours, theirs) <= 1e-5

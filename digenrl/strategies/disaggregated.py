@@ -133,7 +133,8 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         """What each worker did in the last step, and when."""
         self._pool: WorkerPool | None = None
         self._driver: StepDriver | None = None
-        self._loader: LookaheadLoader | None = None
+        self._loaders: list[LookaheadLoader] = []
+        self._loaders_epoch = -1  # in which they were given
         self._module_blob: bytes | None = None
         self._built_module: DiffusionRLModule | None = None
         self._has_failed = False
@@ -186,6 +187,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         """
         if trainer.state.fn != TrainerFn.FITTING:
             return
+        self._loaders, self._loaders_epoch = [], -1
         if self._driver is None:
             self.pool.connect_trainers(self.policy_version)
         self.setup_optimizers(trainer)
@@ -216,8 +218,11 @@ class DisaggregatedStrategy(SingleProcessStrategy):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Wrap the training data, so that a resume repeats exactly the batches that no optimizer step has seen."""
         if self._trainer.state.fn == TrainerFn.FITTING and self._trainer.training:
-            self._loader = LookaheadLoader(dataloader, limit=self._trainer.limit_train_batches)
-            return self._loader
+            if self._loaders_epoch != self._trainer.current_epoch:  # Lightning may give new ones in a later epoch
+                self._loaders, self._loaders_epoch = [], self._trainer.current_epoch
+            loader = LookaheadLoader(dataloader, limit=self._trainer.limit_train_batches)
+            self._loaders.append(loader)
+            return loader
         return dataloader
 
     def _check(self, trainer: Trainer) -> None:
@@ -275,7 +280,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         step = module.next_step
         if not self._driver.has_step(step):
             self._driver.add_step(self._plan(batch, step))
-        # Workers begin before the next step's work is prepared.
+        # Workers begin before the next step's work is prepared; after the first step they have begun already.
         prompts = self._driver.start_step(step)
         self._look_ahead()
         assert prompts == module.prompt_batch(batch, step=step), "Lightning's batch is not the one looked at ahead"
@@ -327,13 +332,13 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         )
 
     def _look_ahead(self) -> None:
-        """Make the next step's work known, for generators that have nothing left to do in this one."""
+        """Make the next step's work known: it can begin as soon as its weights exist, or before, where it may."""
         assert self._driver is not None
         next_step = self.module.next_step + 1
-        may_begin = self.scheduling_policy.staleness > 0 or next_step % self.module.updates_per_rollout > 0
-        if not may_begin or self._loader is None or self._is_last_step():
+        # Of several loaders Lightning makes one batch, in a way of its own.
+        if self._trainer.accumulate_grad_batches > 1 or len(self._loaders) != 1 or self._is_last_step():
             return
-        for batch in self._loader.peek(1):
+        for batch in self._loaders[0].peek(1):
             if not self._driver.has_step(next_step):
                 self._driver.add_step(self._plan(batch, next_step))
 
@@ -346,7 +351,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             return False
         is_last_epoch = trainer.max_epochs not in (None, -1) and trainer.current_epoch + 1 >= (trainer.max_epochs or 0)
         # `limit_train_batches` leaves an epoch before the loader does.
-        return is_last_epoch or self._loader is None or trainer.num_training_batches != len(self._loader)
+        return is_last_epoch or trainer.num_training_batches != len(self._loaders[0])
 
     def profile(self) -> Profile | None:
         """Give the durations this run has measured; None before its first step is over."""
@@ -410,9 +415,12 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         self._driver.durations.observe("publish", sync.seconds)
         self._driver.durations.observe("optimizer", max(report.span.seconds for report in reports.values()))
         self._driver.announce_weights(self.policy_version)
-        if self._loader is not None:
-            self._loader.commit(self._window.num_batches)
+        for loader in self._loaders:
+            loader.commit(self._window.num_batches)
         self._close_window(reports, norm, sync)
+        if self._driver.has_step(self.module.next_step):
+            # Workers do not wait until Lightning has gone round its loop.
+            self._driver.start_step(self.module.next_step)
 
     def _close_window(self, reports: Mapping[str, StepReport], gradient_norm: float, sync: Span) -> None:
         """Sum up what the workers did since the window's first batch."""
@@ -532,7 +540,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         if self._built_module is not None:
             self._built_module._remote = None
             skeleton.remove(self._built_module)
-        self._pool = self._driver = self._loader = self._module_blob = self._built_module = None
+        self._pool = self._driver = self._module_blob = self._built_module = None
         self.policy_version = 0
 
     @property

@@ -112,6 +112,7 @@ class StepDriver:
         self._steps: dict[int, _StepBook] = {}
         self._spans: list[WorkerSpan] = []
         self._is_paused = False
+        self._started_step: int | None = None
         self._has_said_barrier = False
 
     def add_step(self, plan: StepPlan) -> None:
@@ -125,11 +126,13 @@ class StepDriver:
         return step in self._steps
 
     def start_step(self, step: int) -> PromptBatch:
-        """Let the trainers begin with a step that was added; returns its samples."""
+        """Let the trainers begin with a step that was added, if they have not; returns its samples."""
         if self._is_paused:
             self._is_paused = False
             self._observe(Resumed())
-        self._observe(StepStarted(step))
+        if self._started_step != step:
+            self._started_step = step
+            self._observe(StepStarted(step))
         return self._steps[step].plan.prompts
 
     def finish_step(self, step: int, poll: Callable[[], None]) -> StepResult:
@@ -168,8 +171,11 @@ class StepDriver:
         self._run(lambda: self._scheduler.is_quiet, poll)
 
     def close(self, poll: Callable[[], None]) -> None:
-        """Pause, and let go of steps that were begun ahead and will not be trained."""
+        """Pause, and let go of steps that were begun ahead and will not be trained, and of their gradient."""
         self.pause(poll)
+        if self._started_step in self._steps:
+            self._run(lambda: not self._pending, poll)
+            self._wait_for([self._engine.submit(trainer, "discard_gradient") for trainer in self._pool.trainers], poll)
         for book in self._steps.values():
             self._free(book)
         self._steps.clear()

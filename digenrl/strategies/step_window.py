@@ -31,10 +31,20 @@ class StepWindow:
     ) -> dict[str, float]:
         """Sum up the window: times in seconds, utilization as shares, throughput over all workers."""
         assert self._start_s is not None, "an optimizer step without a batch"
-        step_s = time.monotonic() - self._start_s
+        start_s, end_s = self._start_s, time.monotonic()
+        step_s = end_s - start_s
 
         def busy_s(*tasks: str) -> float:
             return sum(entry.span.seconds for entry in spans if entry.task in tasks)
+
+        def share(role: str, tasks: Sequence[str], num_workers: int) -> float:
+            """Give the share of a group's time that it computes; samples of the next step count where they are made."""
+            within_s = [
+                min(entry.span.end_s, end_s) - max(entry.span.start_s, start_s)
+                for entry in spans
+                if entry.worker.startswith(role) and entry.task in tasks
+            ]
+            return sum(max(seconds, 0.0) for seconds in within_s) / (step_s * num_workers)
 
         return {
             "time/step_s": step_s,
@@ -42,14 +52,8 @@ class StepWindow:
             "time/score_s": busy_s("score"),
             "time/assist_s": busy_s("assist"),
             "time/update_s": busy_s("update"),
-            "util/generators": _share(spans, "generator", ("generate", "score"), step_s * num_generators),
-            "util/trainers": _share(spans, "trainer", ("assist", "update", "optimizer"), step_s * num_trainers),
+            "util/generators": share("generator", ("generate", "score"), num_generators),
+            "util/trainers": share("trainer", ("assist", "update", "optimizer"), num_trainers),
             "throughput/samples_per_s": self.num_samples / step_s,
             "throughput/samples_per_device_s": self.num_samples / step_s / num_workers,
         }
-
-
-def _share(spans: Sequence[WorkerSpan], role: str, tasks: Sequence[str], total_s: float) -> float:
-    """Give the share of a group's time that it computes; samples of the next step count where they are made."""
-    busy_s = sum(entry.span.seconds for entry in spans if entry.worker.startswith(role) and entry.task in tasks)
-    return busy_s / total_s

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -115,6 +115,13 @@ class LogCall:
 
 class NonFiniteGradientError(RuntimeError):
     """A gradient is NaN or infinite; the optimizer was not stepped."""
+
+
+@contextmanager
+def _with_gradient() -> Iterator[None]:
+    """Allow gradients, also where this process validates meanwhile, as it does with the inline engine."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 class Worker:
@@ -243,6 +250,7 @@ class Worker:
 
     # ---- training ------------------------------------------------------------------------------------------
 
+    @_with_gradient()
     def update(
         self,
         trajectories: Sequence[ObjectRef],

@@ -10,9 +10,9 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from digenrl import Condition, DisaggregatedStrategy, Prompt
+from digenrl import Condition, DisaggregatedStrategy, Prompt, Trainer
 from digenrl.algorithms import FlowGRPO
-from tests.integration.toy_runs import fit
+from tests.integration.toy_runs import QUIET, fit, toy_data
 from tests.toy import WORDS, ToyPolicy, level_reward, toy_module
 
 
@@ -106,3 +106,30 @@ def test_prompts_reach_the_workers_with_their_columns() -> None:
 def test_plain_strings_are_prompts_too() -> None:
     trainer, _, _ = fit(DisaggregatedStrategy(engine="inline"), data=[WORDS[:2], WORDS[2:]], max_steps=2)
     assert trainer.global_step == 2
+
+
+def test_the_next_step_begins_before_lightning_asks_for_it() -> None:
+    begun: list[bool] = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            driver = trainer.strategy._driver
+            begun.append(driver._started_step == trainer.global_step)
+
+    trainer, _, _ = fit(DisaggregatedStrategy(engine="inline"), max_steps=3, callbacks=[Watch()])
+    assert begun == [True, True, False]  # nothing follows the last step
+    assert trainer.global_step == 3
+
+
+def test_a_run_that_stops_early_leaves_no_gradient_of_the_step_begun_ahead() -> None:
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            trainer.should_stop = True
+
+    module, strategy = toy_module(), DisaggregatedStrategy(engine="inline", trainer_assist="off")
+    trainer = Trainer(strategy=strategy, max_steps=5, callbacks=[Stop()], **QUIET)
+    trainer.fit(module, toy_data())
+    assert trainer.global_step < 5
+    worker = strategy.pool.engine._workers["trainer-0"]  # type: ignore[attr-defined]
+    assert all(parameter.grad is None for parameter in worker._module.parameters())
+    strategy.shutdown()

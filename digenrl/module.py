@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from digenrl.averaging import ConstantDecay, DecaySchedule, EveryNth
+from digenrl.averaging import ConstantDecay, DecaySchedule, EveryNth, WarmupDecay
 from digenrl.diffusion.guidance import classifier_free_guidance
 from digenrl.diffusion.kernels import Euler, Kernel, KernelStep
 from digenrl.diffusion.noise import sample_noise
@@ -42,7 +42,7 @@ from digenrl.types import (
 )
 
 _CHECKPOINT_KEY = "digenrl"
-_ROLLOUT_COPY = "rollout"
+_ROLLOUT_COPY, _EMA_COPY = "rollout", "ema"
 
 Solver = Literal["euler", "dpm"]
 """How the ODE is solved: Euler's method, or DPM-Solver++ 2M."""
@@ -105,6 +105,8 @@ class DiffusionRLModule(LightningModule, ABC):
         advantage_clip: float = 5.0,
         normalize_by_std: bool = True,
         updates_per_rollout: int = 1,
+        ema_decay: float | None = None,
+        ema_interval: int = 8,
         validation_steps: int | None = None,
         lr: float = 1e-4,
         weight_decay: float = 1e-4,
@@ -126,6 +128,9 @@ class DiffusionRLModule(LightningModule, ABC):
             normalize_by_std: divide by the std; False only subtracts the group's mean.
             updates_per_rollout: optimizer steps that train on samples of the same weights: a step's samples are made
                 with the weights that the first step of its round began with.
+            ema_decay: largest decay of an average of the weights that makes the validation samples, as in Flow-GRPO's
+                code (`WarmupDecay`); None validates the weights themselves.
+            ema_interval: optimizer steps from one update of that average to the next.
             validation_steps: denoising steps of validation samples; None takes `num_steps`.
             lr: learning rate of the default optimizer, AdamW.
             weight_decay: its weight decay.
@@ -140,6 +145,7 @@ class DiffusionRLModule(LightningModule, ABC):
             "num_steps": num_steps,
             "validation_steps": validation_steps,
             "updates_per_rollout": updates_per_rollout,
+            "ema_interval": ema_interval,
         }.items():
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` is a count and must be at least 1, got {value}.")
@@ -196,6 +202,12 @@ class DiffusionRLModule(LightningModule, ABC):
         self._copy_schedules: dict[str, DecaySchedule] = {}
         self._published_copies: list[str] = []
         self._row_group: dist.ProcessGroup | None = None
+        if ema_decay is not None:
+            if not 0 < ema_decay < 1:
+                raise ValueError(
+                    f"`ema_decay` is the largest decay of an average and must be in (0, 1), got {ema_decay}."
+                )
+            self.add_weight_copy(_EMA_COPY, WarmupDecay(ema_decay, ema_interval), for_rollout=True)
         if updates_per_rollout > 1:
             self.add_weight_copy(_ROLLOUT_COPY, EveryNth(ConstantDecay(0.0), updates_per_rollout), for_rollout=True)
 
@@ -283,7 +295,7 @@ class DiffusionRLModule(LightningModule, ABC):
         Args:
             name: by which `policy_copy` finds it: `"reference"`, `"old"`.
             schedule: how it follows the trained weights after each optimizer step.
-            for_rollout: whether `rollout` needs it; generators then receive it with the weights.
+            for_rollout: whether `rollout` or `sample` need it; generators then receive it with the weights.
         """
         self._copy_schedules[name] = schedule
         if for_rollout:
@@ -448,7 +460,8 @@ class DiffusionRLModule(LightningModule, ABC):
             return self._remote.sample(prompts)
         condition = self.policy.encode(prompts.texts)
         sigmas = self.policy.sigmas(self.validation_steps).to(self.device)
-        latents = self._solve(self.policy, prompts, condition, sigmas, self.validation_solver)
+        policy = self.policy_copy(_EMA_COPY) if _EMA_COPY in self._copy_schedules else self.policy
+        latents = self._solve(policy, prompts, condition, sigmas, self.validation_solver)
         return self.policy.decode(latents)
 
     validation_solver: ClassVar[Solver] = "euler"

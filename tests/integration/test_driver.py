@@ -126,7 +126,7 @@ def test_a_run_that_stops_early_leaves_no_gradient_of_the_step_begun_ahead() -> 
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             trainer.should_stop = True
 
-    module, strategy = toy_module(), DisaggregatedStrategy(engine="inline", trainer_assist="off")
+    module, strategy = toy_module(), DisaggregatedStrategy(engine="inline", trainer_assist="static:1")
     trainer = Trainer(strategy=strategy, max_steps=5, callbacks=[Stop()], **QUIET)
     trainer.fit(module, toy_data())
     assert trainer.global_step < 5

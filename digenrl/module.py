@@ -99,6 +99,7 @@ class DiffusionRLModule(LightningModule, ABC):
         num_steps: int,
         timestep_fraction: float = 1.0,
         guidance_scale: float = 1.0,
+        guidance_rescale: Literal["none", "norm"] = "none",
         advantage_scope: Literal["group", "batch"] = "group",
         advantage_ddof: int = 0,
         advantage_eps: float = 1e-4,
@@ -108,6 +109,7 @@ class DiffusionRLModule(LightningModule, ABC):
         ema_decay: float | None = None,
         ema_interval: int = 8,
         validation_steps: int | None = None,
+        validation_solver: Solver = "euler",
         lr: float = 1e-4,
         weight_decay: float = 1e-4,
         seed: int | None = None,
@@ -121,6 +123,8 @@ class DiffusionRLModule(LightningModule, ABC):
             num_steps: denoising steps of a rollout.
             timestep_fraction: share of the denoising steps that is trained, the noisiest first, in (0, 1].
             guidance_scale: of classifier-free guidance in rollouts and validation; 1 is without.
+            guidance_rescale: `"norm"` gives the guided velocity the norm of the conditional one, over the last axis, as
+                Qwen-Image does.
             advantage_scope: whose rewards the advantages' std is taken over: the `"group"`, or the step's `"batch"`.
             advantage_ddof: the std divides by (number of rewards - this), 0 or 1.
             advantage_eps: added to the std.
@@ -132,6 +136,7 @@ class DiffusionRLModule(LightningModule, ABC):
                 code (`WarmupDecay`); None validates the weights themselves.
             ema_interval: optimizer steps from one update of that average to the next.
             validation_steps: denoising steps of validation samples; None takes `num_steps`.
+            validation_solver: of the ODE for validation samples: `"euler"`, or `"dpm"` for DPM-Solver++ 2M.
             lr: learning rate of the default optimizer, AdamW.
             weight_decay: its weight decay.
             seed: fixes all noise; None takes the seed given to `seed_everything`, or 0. Saved in checkpoints.
@@ -170,8 +175,13 @@ class DiffusionRLModule(LightningModule, ABC):
             raise ValueError(f"`advantage_eps` is added to the std and must be in [0, inf), got {advantage_eps}.")
         if not advantage_clip > 0:
             raise ValueError(f"`advantage_clip` must be above 0, got {advantage_clip}; use inf for no bound.")
-        if not guidance_scale >= 1:
-            raise ValueError(f"`guidance_scale` must be at least 1, which is no guidance, got {guidance_scale}.")
+        if not isinstance(policy, DiffusionPolicy):
+            raise ValueError(f"`policy` must be a `DiffusionPolicy`, got {policy!r}.")
+        if guidance_rescale not in ("none", "norm"):
+            raise ValueError(f"`guidance_rescale` must be none or norm, got {guidance_rescale!r}.")
+        if validation_solver not in ("euler", "dpm"):
+            raise ValueError(f"`validation_solver` must be euler or dpm, got {validation_solver!r}.")
+        check_guidance("guidance_scale", guidance_scale, policy)
         # Submodules and callables are not hyper-parameters: loggers would print them, checkpoints pickle them.
         self.save_hyperparameters(ignore=["policy", "reward", "kernel"])
         self.policy = policy
@@ -180,6 +190,7 @@ class DiffusionRLModule(LightningModule, ABC):
         self.num_steps = num_steps
         self.num_trained_timesteps = math.floor(num_steps * timestep_fraction + 1e-9)
         self.guidance_scale = guidance_scale
+        self.guidance_rescale: Literal["none", "norm"] = guidance_rescale
         self.advantage_scope = advantage_scope
         self.advantage_ddof = advantage_ddof
         self.advantage_eps = advantage_eps
@@ -187,6 +198,7 @@ class DiffusionRLModule(LightningModule, ABC):
         self.normalize_by_std = normalize_by_std
         self.updates_per_rollout = updates_per_rollout
         self.validation_steps = validation_steps or num_steps
+        self.validation_solver: Solver = validation_solver
         self.lr = lr
         self.weight_decay = weight_decay
         self._seed_given = seed is not None
@@ -328,7 +340,9 @@ class DiffusionRLModule(LightningModule, ABC):
             both = type(condition).cat([condition, self.policy.unconditional(condition)])
             halves = policy(torch.cat([latents, latents]), torch.cat([sigma, sigma]), both)
             conditional, unconditional = halves.chunk(2)
-            return classifier_free_guidance(conditional, unconditional, factor, detach_unconditional=detach)
+            return classifier_free_guidance(
+                conditional, unconditional, factor, rescale=self.guidance_rescale, detach_unconditional=detach
+            )
 
         return velocity
 
@@ -463,9 +477,6 @@ class DiffusionRLModule(LightningModule, ABC):
         policy = self.policy_copy(_EMA_COPY) if _EMA_COPY in self._copy_schedules else self.policy
         latents = self._solve(policy, prompts, condition, sigmas, self.validation_solver)
         return self.policy.decode(latents)
-
-    validation_solver: ClassVar[Solver] = "euler"
-    """How validation samples are made."""
 
     def _solve(
         self, policy: VelocityField, prompts: PromptBatch, condition: Condition, sigmas: Tensor, solver: Solver
@@ -694,6 +705,21 @@ def as_prompts(batch: Sequence[Prompt | str], *, first_uid: int = 0) -> list[Pro
     if not prompts:
         raise TypeError("a training batch holds no prompts.")
     return prompts
+
+
+def check_guidance(name: str, scale: float, policy: DiffusionPolicy) -> None:
+    """Check a guidance scale that is called `name`.
+
+    Raises:
+        ValueError: it is below 1, or the policy has no condition of an empty prompt to compare with.
+    """
+    if not 1 <= scale < math.inf:
+        raise ValueError(f"`{name}` must be at least 1, which is no guidance, got {scale}.")
+    if scale != 1 and not policy.has_unconditional:
+        raise ValueError(
+            f"`{name}` must be 1 with `{type(policy).__name__}`, got {scale}: that policy has no `unconditional`, "
+            "the condition of an empty prompt that classifier-free guidance compares with."
+        )
 
 
 def total_loss(losses: Tensor | RowLosses) -> Tensor:

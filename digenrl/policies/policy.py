@@ -57,15 +57,13 @@ class DiffusionPolicy(nn.Module, ABC):
         """
 
     def unconditional(self, condition: Condition) -> Condition:
-        """Give the condition of an empty prompt for the same rows; classifier-free guidance needs it.
+        """Give the condition of an empty prompt for the same rows; only classifier-free guidance asks for it."""
+        raise NotImplementedError(f"`{type(self).__name__}` does not define `unconditional`")
 
-        Raises:
-            ValueError: this policy has none.
-        """
-        raise ValueError(
-            f"`guidance_scale` must be 1 for `{type(self).__name__}`: it does not define `unconditional`, the "
-            "condition of an empty prompt that classifier-free guidance compares with."
-        )
+    @property
+    def has_unconditional(self) -> bool:
+        """Whether this policy defines `unconditional`."""
+        return type(self).unconditional is not DiffusionPolicy.unconditional
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ class WarmupDecay(DecaySchedule):
 
 @dataclass(frozen=True)
 class RampDecay(DecaySchedule):
-    """min(rate max(0, g - flat), cap): the average follows the weights at first, and ever less.
+    """min(start + rate max(0, g - flat), cap): the average follows the weights at first, and ever less.
 
     DGPO (arXiv:2510.08425) has rate 0.001 and cap 0.3, the defaults. DiffusionNFT (arXiv:2509.16117) has rate
     0.001 and cap 0.5, or flat 75, rate 0.0075 and cap 0.999.
@@ -92,23 +92,27 @@ class RampDecay(DecaySchedule):
     """Largest decay, in [0, 1]."""
     flat: int = 0
     """Steps before the decay grows, at least 0."""
+    start: float = 0.0
+    """Decay until then, in [0, cap]."""
 
     def __post_init__(self) -> None:
-        """Check all three."""
+        """Check them."""
         _check_decay("cap", self.cap)
         if not self.rate >= 0:
             raise ValueError(f"`rate` is the growth of the decay per step and must be at least 0, got {self.rate}.")
         if self.flat < 0:
             raise ValueError(f"`flat` counts optimizer steps and must be at least 0, got {self.flat}.")
+        if not 0 <= self.start <= self.cap:
+            raise ValueError(f"`start` is the first decay and must be in [0, {self.cap}], got {self.start}.")
 
     def decay(self, num_steps: int) -> float:
         """Give the decay."""
-        return min(self.rate * max(0, num_steps - self.flat), self.cap)
+        return min(self.start + self.rate * max(0, num_steps - self.flat), self.cap)
 
 
 @dataclass(frozen=True)
 class EveryNth(DecaySchedule):
-    """Another schedule, at every `interval`-th optimizer step only; its g counts those."""
+    """Another schedule, at every `interval`-th optimizer step only; its g counts all steps."""
 
     schedule: DecaySchedule
     """What happens at those steps."""
@@ -122,7 +126,7 @@ class EveryNth(DecaySchedule):
 
     def decay(self, num_steps: int) -> float | None:
         """Give the schedule's decay at the steps that end an interval."""
-        return None if (num_steps + 1) % self.interval else self.schedule.decay(num_steps // self.interval)
+        return None if (num_steps + 1) % self.interval else self.schedule.decay(num_steps)
 
 
 def _check_decay(name: str, value: float) -> None:

@@ -7,9 +7,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from digenrl.algorithms.forward_process import ForwardProcessModule
-from digenrl.averaging import NoUpdates, RampDecay
+from digenrl.algorithms.forward_process import ForwardProcessModule, check_kl_weights, make_decay
+from digenrl.averaging import NoUpdates
 from digenrl.functional import group_preference_loss, is_clipped, mean_square
+from digenrl.module import check_guidance
 from digenrl.policies import DiffusionPolicy, VelocityField
 from digenrl.rewards import Reward
 from digenrl.types import TimestepBatch
@@ -56,7 +57,8 @@ class DGPO(ForwardProcessModule):
             num_steps: see there.
             beta: sharpness of the preference.
             clip_range: how far exp(old distance - distance) may leave 1 before a row's gradient is cut.
-            kl_beta: weight of the squared difference between the velocity and the reference's; 0 is without.
+            kl_beta: weight of the squared difference between the velocity and that of the policy that training started
+                from, whatever the reference is; 0 is without.
             clips_kl: let rows whose gradient is cut have no gradient from that term either.
             reference: the policy that training started from, or the `"old"` average; `beta` is then 2000 and more.
             reference_guidance_scale: classifier-free guidance of the reference in the loss; 1 is without.
@@ -89,12 +91,10 @@ class DGPO(ForwardProcessModule):
             raise ValueError(f"`beta` is how sharp a preference is and must be in (0, inf), got {beta}.")
         if not 0 < clip_range < 1:
             raise ValueError(f"`clip_range` must be in (0, 1), got {clip_range}.")
-        if not kl_beta >= 0:
-            raise ValueError(f"`kl_beta` must be at least 0, got {kl_beta}.")
+        check_kl_weights(kl_beta=kl_beta)
         if reference not in ("start", "old"):
             raise ValueError(f"`reference` must be start or old, got {reference!r}.")
-        if not reference_guidance_scale >= 1:
-            raise ValueError(f"`reference_guidance_scale` must be at least 1, got {reference_guidance_scale}.")
+        check_guidance("reference_guidance_scale", reference_guidance_scale, policy)
         if old_rollout_from is not None and old_rollout_from < 0:
             raise ValueError(f"`old_rollout_from` is a step and must be at least 0, got {old_rollout_from}.")
         if old_rollout_from is not None and self.updates_per_rollout > 1:
@@ -109,8 +109,9 @@ class DGPO(ForwardProcessModule):
         self.reference_guidance_scale = reference_guidance_scale
         self.old_rollout_from = old_rollout_from
         self._reference_name = _OLD if reference == "old" else _REFERENCE
-        self.add_weight_copy(_OLD, RampDecay(old_rate, old_cap), for_rollout=old_rollout_from is not None)
-        if reference == "start":
+        old_schedule = make_decay(_OLD, rate=old_rate, cap=old_cap)
+        self.add_weight_copy(_OLD, old_schedule, for_rollout=old_rollout_from is not None)
+        if reference == "start" or kl_beta > 0:
             self.add_weight_copy(_REFERENCE, NoUpdates())
 
     @property
@@ -126,8 +127,7 @@ class DGPO(ForwardProcessModule):
         rows = self.noised(batch)
         velocity = self.velocity(self.policy, rows, batch)
         distance = mean_square(velocity - rows.target)
-        reference = self.guided(self.policy_copy(self._reference_name), scale=self.reference_guidance_scale)
-        reference_velocity = self.velocity(reference, rows, batch)
+        reference_velocity = self.velocity(self._guided_copy(self._reference_name), rows, batch)
         old_distance = self.distance(self.policy_copy(_OLD), rows, batch)
         clipped = is_clipped((old_distance - distance.detach()).exp(), batch.advantages, clip_range=self.clip_range)
         self.track("ratio/clip_frac", clipped.float())
@@ -144,8 +144,13 @@ class DGPO(ForwardProcessModule):
         )
         if self.kl_beta == 0:
             return losses
+        if self._reference_name != _REFERENCE:
+            reference_velocity = self.velocity(self._guided_copy(_REFERENCE), rows, batch)
         divergence = mean_square(velocity - reference_velocity)
         self.track("kl", divergence.detach())
         if self.clips_kl:
             divergence = torch.where(clipped, divergence.detach(), divergence)
         return losses + self.kl_beta * divergence
+
+    def _guided_copy(self, name: str) -> VelocityField:
+        return self.guided(self.policy_copy(name), scale=self.reference_guidance_scale)

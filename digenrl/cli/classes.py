@@ -10,7 +10,7 @@ import sys
 import traceback
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -47,9 +47,10 @@ class Setting:
 @cache
 def settings_of(cls: type[Any]) -> dict[str, Setting]:
     """Give what a constructor takes, also what it passes on to its base classes as keywords."""
-    # The parser finds the names behind `**kwargs`, in the source code of the classes.
-    names = ArgumentParser().add_class_arguments(cls, "at", fail_untyped=False, sub_configs=True)
-    return _settings((name.removeprefix("at.") for name in names), constructors(cls))
+    with lent_annotations(cls):
+        # The parser finds the names behind `**kwargs`, in the source code of the classes.
+        names = ArgumentParser().add_class_arguments(cls, "at", fail_untyped=False, sub_configs=True)
+        return _settings((name.removeprefix("at.") for name in names), constructors(cls))
 
 
 def method_settings(cls: type, method: str, *, without: set[str]) -> dict[str, Setting]:
@@ -58,15 +59,40 @@ def method_settings(cls: type, method: str, *, without: set[str]) -> dict[str, S
     return _settings(names, _along_bases(cls, method))
 
 
+@contextmanager
+def lent_annotations(cls: Callable[..., Any]) -> Iterator[None]:
+    """Lend arguments of constructors that have no type that of the nearest base class that gives one."""
+    functions = [function for function in map(inspect.unwrap, constructors(cls)) if inspect.isfunction(function)]
+    known: dict[str, Any] = {}
+    lent: list[tuple[dict[str, Any], str]] = []
+    for function in reversed(functions):
+        hints = _type_hints(function)
+        for name, parameter in inspect.signature(function).parameters.items():
+            if parameter.annotation is not inspect.Parameter.empty:
+                known[name] = hints.get(name, Any)
+            elif name in known:
+                function.__annotations__[name] = known[name] if parameter.default is not None else known[name] | None
+                lent.append((function.__annotations__, name))
+    try:
+        yield
+    finally:
+        for annotations, name in lent:
+            del annotations[name]
+
+
 def _settings(names: Iterable[str], functions: Iterable[Callable[..., Any]]) -> dict[str, Setting]:
     declared: dict[str, Setting] = {}
     for function in functions:
-        hints: dict[str, Any] = {}
-        with suppress(NameError, AttributeError, TypeError):  # names that exist for type checkers only
-            hints = typing.get_type_hints(function)
+        hints = _type_hints(function)
         for name, parameter in inspect.signature(function).parameters.items():
             declared.setdefault(name, Setting(hints.get(name, Any), parameter.default))
     return {name: declared.get(name, Setting(Any, None)) for name in names}
+
+
+def _type_hints(function: Callable[..., Any]) -> dict[str, Any]:
+    with suppress(NameError, AttributeError, TypeError):  # names that exist for type checkers only
+        return typing.get_type_hints(function)
+    return {}
 
 
 def accepted_names(name: str) -> Collection[str] | None:

@@ -14,6 +14,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from torch import Tensor
 
 import digenrl
+from digenrl.cli.classes import lent_annotations
 from digenrl.cli.errors import UsageError, one_line
 from digenrl.cli.progress import Progress, SecondInterrupt
 from digenrl.cli.resume import check_resume
@@ -92,11 +93,20 @@ class CLI(LightningCLI):
 
 
 class _Parser(LightningArgumentParser):
-    """A parser that raises its errors, where jsonargparse prints them below the usage of all options."""
+    """A parser that raises its errors, where jsonargparse prints them below the usage of all options.
+
+    An argument that a class passes on to its base class needs no type of its own.
+    """
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the error."""
         raise UsageError(one_line(message)) from ex
+
+    def add_class_arguments(self, class_type: type, *args: Any, **kwargs: Any) -> list[str]:
+        """Add a class's settings with the types that `settings_of` gives them."""
+        with lent_annotations(class_type):
+            names: list[str] = super().add_class_arguments(class_type, *args, **kwargs)
+        return names
 
     def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Add it so that its errors come through."""

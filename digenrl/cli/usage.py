@@ -76,11 +76,13 @@ def _lines(subcommand: str, config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _algorithms() -> Iterator[str]:
-    algorithms = known_classes(DiffusionRLModule)
+    algorithms, shared = known_classes(DiffusionRLModule), settings_of(DiffusionRLModule)
     title = f"one of {', '.join(sorted(algorithms))}, each with defaults of its own"
     yield from _settings("model", DiffusionRLModule, title=title, with_defaults=False)
+    yield from _section("--model: what each of them has, too, described by `--model NAME --help`")
     for name, algorithm in sorted(algorithms.items()):
-        yield from _settings("model", algorithm, title=f"{name} has, too", leave_out=settings_of(DiffusionRLModule))
+        own = ", ".join(setting for setting in settings_of(algorithm) if setting not in shared)
+        yield from textwrap.wrap(f"{name}: {own}", _width(), initial_indent="  ", subsequent_indent="    ")
 
 
 def _class_in(node: Any, keys: tuple[str, ...]) -> type | None:

@@ -152,19 +152,19 @@ class ExponentialDecayWindow(SlidingWindow):
     rounded up.
     """
 
-    rate: float = 0.1
+    decay_rate: float = 0.1
     """Decay per denoising step, at least 0."""
-    threshold: int = 13
+    decay_threshold: int = 13
     """Denoising step up to which windows last `steps_per_window`."""
 
     def __post_init__(self) -> None:
         """Check the decay too."""
         super().__post_init__()
-        if not 0 <= self.rate < math.inf:
-            raise ValueError(f"`rate` is the decay per denoising step and must be in [0, inf), got {self.rate}.")
+        if not 0 <= self.decay_rate < math.inf:
+            raise ValueError(f"`decay_rate` is per denoising step and must be in [0, inf), got {self.decay_rate}.")
 
     def _duration(self, first: int) -> int:
-        decay = math.exp(-self.rate * max(0, first - self.threshold))
+        decay = math.exp(-self.decay_rate * max(0, first - self.decay_threshold))
         return max(1, math.ceil(self.steps_per_window * decay))
 
 

@@ -24,7 +24,13 @@ from digenrl.functional.groups import GroupReduction, mean_per_group, sum_per_gr
 from digenrl.functional.preference import group_preference_loss, pair_loss, pair_preference_loss
 from digenrl.functional.rows import append_dims, mean_square
 from digenrl.functional.selection import best_of_n, preference_pairs
-from digenrl.functional.surrogate import clipped_surrogate, guard_surrogate, is_clipped, kl_to_reference
+from digenrl.functional.surrogate import (
+    clipped_surrogate,
+    guard_log_ratio,
+    guard_surrogate,
+    is_clipped,
+    kl_to_reference,
+)
 
 __all__ = [
     "GroupReduction",
@@ -38,6 +44,7 @@ __all__ = [
     "exceeds_advantage_clip",
     "group_advantages",
     "group_preference_loss",
+    "guard_log_ratio",
     "guard_surrogate",
     "is_clipped",
     "kl_to_reference",

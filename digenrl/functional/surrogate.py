@@ -45,6 +45,12 @@ def clipped_surrogate(
     return torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
 
 
+def guard_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mean: Tensor, old_mean: Tensor, std: Tensor) -> Tensor:
+    """Compute the logarithm of the ratio that `guard_surrogate` clips, [N]; the arguments are explained there."""
+    bias = mean_square(mean - old_mean) / (2 * std.square())
+    return (log_probs - old_log_probs + bias) * std
+
+
 def guard_surrogate(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -84,8 +90,7 @@ def guard_surrogate(
     Raises:
         ValueError: `clip_range` or `advantage_clip` is outside its range.
     """
-    bias = mean_square(mean - old_mean) / (2 * std.square())
-    log_ratio = (log_probs - old_log_probs + bias) * std
+    log_ratio = guard_log_ratio(log_probs, old_log_probs, mean, old_mean, std)
     surrogate = clipped_surrogate(
         log_ratio, torch.zeros_like(log_ratio), advantages, clip_range=clip_range, advantage_clip=advantage_clip
     )

@@ -81,7 +81,7 @@ def check_algorithm(
             f"`updates_per_rollout` must be 1 with `{name}` {value}, got {module.updates_per_rollout}: its later steps "
             "overlap with the rollout already."
         )
-    if not module.needs_batch_std or groups_per_micro_batch == "all":
+    if not module.advantage_settings.need_batch_std or groups_per_micro_batch == "all":
         return
     if not module.advantages_scale_gradient:
         raise ValueError(

@@ -117,7 +117,7 @@ class StepDriver:
 
     def add_step(self, plan: StepPlan) -> None:
         """Make a step's work known; generators may begin with it while the step before is trained."""
-        waits_for_std = self._module.needs_batch_std and len(plan.micro_batches) > 1
+        waits_for_std = self._module.advantage_settings.need_batch_std and len(plan.micro_batches) > 1
         self._steps[plan.prompts.step] = _StepBook(plan, waits_for_std)
         self._observe(StepAdded(plan.micro_batches, plan.policy_version, plan.shares_rollout))
 
@@ -257,7 +257,8 @@ class StepDriver:
         book.note_rewards(part, torch.tensor(rewards))
         micro_batch = book.plan.micro_batches[part.micro_batch]
         if book.is_scored(micro_batch):
-            compare = self._module.centered_rewards if book.waits_for_std else self._module.advantages
+            settings = self._module.advantage_settings
+            compare = settings.centered if book.waits_for_std else self._module.advantages
             book.compare(micro_batch, compare)
 
     def _apply_batch_std(self, book: _StepBook, poll: Callable[[], None]) -> None:
@@ -268,7 +269,7 @@ class StepDriver:
         """
         group_ids = torch.tensor(book.plan.prompts.group_ids)
         book.advantages = self._module.advantages(book.rewards, group_ids).to(torch.float32)
-        scale = self._module.gradient_scale(book.rewards, group_ids)
+        scale = self._module.advantage_settings.gradient_scale(book.rewards, group_ids)
         if scale is not None:
             book.gradient_scale = scale
             return

@@ -78,6 +78,15 @@ def test_rewards_are_functions_or_classes_and_algorithms_may_be_ones_own(digenrl
     assert model["init_args"]["reward"] == f"{PARTS}.unannotated"
 
 
+def test_an_algorithm_of_ones_own_needs_no_types_for_what_it_passes_on(digenrl: Digenrl) -> None:
+    words = ["--config", "toy.yaml", "--model", f"{PARTS}.UntypedGRPO", "--trainer.strategy", "auto"]
+    result = digenrl("fit", *words)
+    assert (result.code, result.workers) == (0, []), result.err
+    assert "`--model.lr` must be a number or null, got 'fast'." in digenrl("fit", *words, "--model.lr", "fast").error
+    printed_lr = printed(digenrl, "--config", "toy.yaml", *words, "--model.lr", "null")["model"]["init_args"]["lr"]
+    assert printed_lr is None
+
+
 def test_failed_run_says_why_on_one_line_and_leaves_its_traceback(digenrl: Digenrl, folder: Path) -> None:
     result = digenrl("fit", "--config", "toy.yaml", "--model.reward", f"{PARTS}.not_a_number")
     assert result.code == 1

@@ -12,11 +12,12 @@ def test_usage_shows_the_settings_of_our_classes_and_few_of_lightnings() -> None
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0
     for option in (
-        "--model.clip_range NUMBER",
+        "--model.group_size INT",
         "--data.prompts_per_step INT",
         "--trainer.strategy.engine local|inline",
     ):
         assert option in result.stdout
+    assert "  FlowGRPO: kernel, noise_level, " in result.stdout
     assert "AlphaDropout" not in result.stdout
     assert len(result.stdout.splitlines()) < 200
 
@@ -24,6 +25,11 @@ def test_usage_shows_the_settings_of_our_classes_and_few_of_lightnings() -> None
 def test_usage_shows_the_settings_of_the_classes_that_are_named(digenrl: Digenrl) -> None:
     words = ["--model", "tests.cli.toy_parts.MyGRPO", "--model.reward", "tests.cli.toy_parts.Bright"]
     out = digenrl("validate", "--config", "toy.yaml", *words, "--help").out
-    for option in ("--model.margin NUMBER", "--model.policy.hidden INT", "--model.reward.level NUMBER"):
+    for option in (
+        "--model.margin NUMBER",
+        "--model.clip_range NUMBER",
+        "--model.policy.hidden INT",
+        "--model.reward.level NUMBER",
+    ):
         assert option in out
     assert "samples per prompt and step" in out  # said by the base class only

@@ -56,6 +56,14 @@ class MyGRPO(FlowGRPO):
         self.margin = margin
 
 
+class UntypedGRPO(FlowGRPO):
+    """Leaves the types of what it passes on to its base class."""
+
+    def __init__(self, policy, reward, lr=None, *, margin=0.5, **settings):  # type: ignore[no-untyped-def]
+        super().__init__(policy, reward, lr=3e-4 if lr is None else lr, **settings)
+        self.margin = margin
+
+
 class SignalAt(Callback):
     """Sends this process a signal at the end of the first batch."""
 

@@ -31,7 +31,7 @@ PUBLISHED = {
     "progressive_noroll": SlidingWindow(size=4, stop=15, stride=4, steps_per_window=2, roll_back=False),
     "frozen_overlap0": SlidingWindow(size=4, stop=24, stride=0, steps_per_window=3),
     "decay": LinearDecayWindow(size=4, stop=15, steps_per_window=10, min_steps_per_window=1),
-    "exp_decay": ExponentialDecayWindow(size=4, stop=24, steps_per_window=5, rate=0.1, threshold=13),
+    "exp_decay": ExponentialDecayWindow(size=4, stop=24, steps_per_window=5, decay_rate=0.1, decay_threshold=13),
 }
 
 
@@ -51,7 +51,7 @@ def windows(draw: st.DrawFn) -> Window:
     if kind is LinearDecayWindow:
         settings["min_steps_per_window"] = draw(st.integers(1, steps_per_window))
     if kind is ExponentialDecayWindow:
-        settings |= {"rate": draw(st.floats(0, 1000)), "threshold": draw(st.integers(0, 10))}
+        settings |= {"decay_rate": draw(st.floats(0, 1000)), "decay_threshold": draw(st.integers(0, 10))}
     return kind(**settings)
 
 
@@ -120,8 +120,8 @@ def test_random_windows_are_spread_evenly_over_all_places_and_repeat_with_the_se
         (SlidingWindow, {"size": 1, "stop": 5, "steps_per_window": 0}, "`steps_per_window` .* got 0"),
         (LinearDecayWindow, {"size": 1, "stop": 5, "min_steps_per_window": 0}, r"\[1, 25\], got 0"),
         (LinearDecayWindow, {"size": 1, "stop": 5, "min_steps_per_window": 26}, r"\[1, 25\], got 26"),
-        (ExponentialDecayWindow, {"size": 1, "stop": 5, "rate": -0.1}, "`rate` .* got -0.1"),
-        (ExponentialDecayWindow, {"size": 1, "stop": 5, "rate": float("nan")}, "`rate` .* got nan"),
+        (ExponentialDecayWindow, {"size": 1, "stop": 5, "decay_rate": -0.1}, "`decay_rate` .* got -0.1"),
+        (ExponentialDecayWindow, {"size": 1, "stop": 5, "decay_rate": float("nan")}, "`decay_rate` .* got nan"),
         (ExponentialDecayWindow, {"size": 9, "stop": 5}, "`size` .* got 9"),
     ],
 )

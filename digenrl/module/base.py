@@ -1,4 +1,4 @@
-"""The base class of all algorithms: what a user overrides, and the colocated step built from the same pieces."""
+"""The base class of all algorithms."""
 
 from __future__ import annotations
 
@@ -9,43 +9,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
-import torch.distributed as dist
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 
-from digenrl.averaging import ConstantDecay, DecaySchedule, EveryNth, WarmupDecay
-from digenrl.diffusion.guidance import classifier_free_guidance
-from digenrl.diffusion.kernels import Euler, Kernel, KernelStep
-from digenrl.diffusion.noise import sample_noise
-from digenrl.diffusion.sampling import sample_dpm_solver, sample_ode, sample_sde
-from digenrl.functional import (
-    batch_std,
-    exceeds_advantage_clip,
-    group_advantages,
-    per_reward_advantages,
-    sum_per_group,
-    weighted_sum,
-    zero_std_groups,
-)
-from digenrl.metrics import MetricAccumulator, MetricValue, Reduction
-from digenrl.policies import DiffusionPolicy, VelocityField, WeightCopy
+from digenrl.functional import weighted_sum, zero_std_groups
+from digenrl.metrics import MetricValue
+from digenrl.module.advantages import AdvantageSettings
+from digenrl.module.rollouts import Solver, check_guidance
+from digenrl.module.rows import RowHelpers
+from digenrl.policies import DiffusionPolicy
 from digenrl.rewards import JoinedReward, Reward, compute_rewards, reward_name
-from digenrl.types import (
-    Condition,
-    Prompt,
-    PromptBatch,
-    RowLosses,
-    ScoredBatch,
-    TimestepBatch,
-    Trajectory,
-    derive_seed,
-)
+from digenrl.types import Prompt, PromptBatch, RowLosses, ScoredBatch, TimestepBatch, Trajectory
 
 _CHECKPOINT_KEY = "digenrl"
-_ROLLOUT_COPY, _EMA_COPY = "rollout", "ema"
-
-Solver = Literal["euler", "dpm"]
-"""How the ODE is solved: Euler's method, or DPM-Solver++ 2M."""
 
 
 class RemoteModule(Protocol):
@@ -68,7 +43,7 @@ class RemoteModule(Protocol):
         ...
 
 
-class DiffusionRLModule(LightningModule, ABC):
+class DiffusionRLModule(RowHelpers, ABC):
     """A diffusion RL algorithm. A subclass is two methods: `rollout` and `timestep_loss`.
 
     Hooks, in the order one sample meets them: `rollout` makes a trajectory, `score` judges it, `advantages`
@@ -165,16 +140,6 @@ class DiffusionRLModule(LightningModule, ABC):
             )
         if not callable(reward):
             raise ValueError(f"`reward` must be callable as reward(media, prompts), got {reward!r}.")
-        if advantage_scope not in ("group", "batch"):
-            raise ValueError(
-                f"`advantage_scope` is whose std divides and must be group or batch, got {advantage_scope!r}."
-            )
-        if advantage_ddof not in (0, 1):
-            raise ValueError(f"`advantage_ddof` must be 0 or 1, got {advantage_ddof}.")
-        if not 0 <= advantage_eps < math.inf:
-            raise ValueError(f"`advantage_eps` is added to the std and must be in [0, inf), got {advantage_eps}.")
-        if not advantage_clip > 0:
-            raise ValueError(f"`advantage_clip` must be above 0, got {advantage_clip}; use inf for no bound.")
         if not isinstance(policy, DiffusionPolicy):
             raise ValueError(f"`policy` must be a `DiffusionPolicy`, got {policy!r}.")
         if guidance_rescale not in ("none", "norm"):
@@ -191,12 +156,13 @@ class DiffusionRLModule(LightningModule, ABC):
         self.num_trained_timesteps = math.floor(num_steps * timestep_fraction + 1e-9)
         self.guidance_scale = guidance_scale
         self.guidance_rescale: Literal["none", "norm"] = guidance_rescale
-        self.advantage_scope = advantage_scope
-        self.advantage_ddof = advantage_ddof
-        self.advantage_eps = advantage_eps
-        self.advantage_clip = advantage_clip
-        self.normalize_by_std = normalize_by_std
-        self.updates_per_rollout = updates_per_rollout
+        self.advantage_settings = AdvantageSettings(
+            scope=advantage_scope,
+            ddof=advantage_ddof,
+            eps=advantage_eps,
+            clip=advantage_clip,
+            normalize_by_std=normalize_by_std,
+        )
         self.validation_steps = validation_steps or num_steps
         self.validation_solver: Solver = validation_solver
         self.lr = lr
@@ -206,22 +172,9 @@ class DiffusionRLModule(LightningModule, ABC):
         self.next_step = 0
         """Index of the next batch; it seeds the noise, so a resumed run continues with the noise it would have used."""
         self._applied_step = 0
-        self._metrics = MetricAccumulator()
         self._is_built = False
         self._remote: RemoteModule | None = None
-        self.weight_copies = nn.ModuleDict()
-        """Other weights of the policy by name, once it is built; see `add_weight_copy`."""
-        self._copy_schedules: dict[str, DecaySchedule] = {}
-        self._published_copies: list[str] = []
-        self._row_group: dist.ProcessGroup | None = None
-        if ema_decay is not None:
-            if not 0 < ema_decay < 1:
-                raise ValueError(
-                    f"`ema_decay` is the largest decay of an average and must be in (0, 1), got {ema_decay}."
-                )
-            self.add_weight_copy(_EMA_COPY, WarmupDecay(ema_decay, ema_interval), for_rollout=True)
-        if updates_per_rollout > 1:
-            self.add_weight_copy(_ROLLOUT_COPY, EveryNth(ConstantDecay(0.0), updates_per_rollout), for_rollout=True)
+        self._add_usual_copies(updates_per_rollout=updates_per_rollout, ema_decay=ema_decay, ema_interval=ema_interval)
 
     @property
     def reward(self) -> Reward:
@@ -247,8 +200,7 @@ class DiffusionRLModule(LightningModule, ABC):
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
             self.policy.build()
-        for name, schedule in self._copy_schedules.items():
-            self.weight_copies[name] = WeightCopy(self.policy, schedule)
+        self._build_weight_copies()
         self._is_built = True
 
     def score(self, trajectory: Trajectory) -> Tensor:
@@ -261,10 +213,10 @@ class DiffusionRLModule(LightningModule, ABC):
         Of several rewards, [B, R], each is compared with its own kind, and the advantages are added up by the rewards'
         weights. An algorithm that wants them apart returns [B, R].
         """
-        settings = self._advantage_settings
-        if rewards.ndim == 1:
-            return self._clip(group_advantages(rewards, group_ids, **settings))
-        return self._clip(weighted_sum(per_reward_advantages(rewards, group_ids, **settings), self.reward_weights))
+        advantages = self.advantage_settings.compare(rewards, group_ids)
+        if rewards.ndim == 2:
+            advantages = weighted_sum(advantages, self.reward_weights)
+        return self.advantage_settings.clamp(advantages)
 
     def select_samples(self, rewards: Tensor, advantages: Tensor, group_ids: Tensor) -> Sequence[int] | None:
         """Choose which samples of whole groups are trained, as rows in ascending order; None is all of them.
@@ -299,174 +251,6 @@ class DiffusionRLModule(LightningModule, ABC):
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return torch.optim.AdamW(parameters, lr=self.lr, weight_decay=self.weight_decay)
 
-    # ---- helpers for subclasses ----------------------------------------------------------------------------
-
-    def add_weight_copy(self, name: str, schedule: DecaySchedule, *, for_rollout: bool = False) -> None:
-        """Keep other weights of the policy beside the trained ones; call it in the constructor.
-
-        Args:
-            name: by which `policy_copy` finds it: `"reference"`, `"old"`.
-            schedule: how it follows the trained weights after each optimizer step.
-            for_rollout: whether `rollout` or `sample` need it; generators then receive it with the weights.
-        """
-        self._copy_schedules[name] = schedule
-        if for_rollout:
-            self._published_copies.append(name)
-
-    def policy_copy(self, name: str) -> WeightCopy:
-        """Give the policy with other weights: called as the policy is, and without gradient."""
-        copy = self.weight_copies[name]
-        assert isinstance(copy, WeightCopy), "`configure_model` makes the copies"
-        return copy
-
-    @property
-    def rollout_policy(self) -> VelocityField:
-        """What makes the samples that are trained: the policy, or the one that the round of updates began with."""
-        return self.policy_copy(_ROLLOUT_COPY) if self.updates_per_rollout > 1 else self.policy
-
-    def guided(self, policy: VelocityField, *, scale: float | None = None, detach: bool = False) -> VelocityField:
-        """Give a policy with classifier-free guidance; both conditions go through it as one batch.
-
-        Args:
-            policy: the policy, or a copy of it.
-            scale: of the guidance; None is the module's own. 1 gives `policy` itself.
-            detach: let no gradient through the unconditional half.
-        """
-        factor = self.guidance_scale if scale is None else scale
-        if factor == 1:
-            return policy
-
-        def velocity(latents: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
-            both = type(condition).cat([condition, self.policy.unconditional(condition)])
-            halves = policy(torch.cat([latents, latents]), torch.cat([sigma, sigma]), both)
-            conditional, unconditional = halves.chunk(2)
-            return classifier_free_guidance(
-                conditional, unconditional, factor, rescale=self.guidance_rescale, detach_unconditional=detach
-            )
-
-        return velocity
-
-    def sample_trajectory(
-        self,
-        prompts: PromptBatch,
-        kernel: Kernel,
-        *,
-        sde_steps: range | None = None,
-        tail_sigmas: Tensor | None = None,
-        keep_means: bool = False,
-        final: Literal["latents", "prediction"] = "latents",
-    ) -> Trajectory:
-        """Denoise with `kernel` and record `recorded_steps`; the options are those of `sample_sde`."""
-        condition = self.policy.encode(prompts.texts)
-        sigmas = self.policy.sigmas(self.num_steps).to(self.device)
-        recorded = self.recorded_steps(prompts.step)
-        policy = self.guided(self.rollout_policy)
-        path = sample_sde(
-            lambda x, sigma: policy(x, sigma, condition),
-            self.initial_latents(prompts).to(self.device),
-            sigmas,
-            kernel,
-            seeds=prompts.seeds,
-            recorded=recorded,
-            sde_steps=sde_steps,
-            tail_sigmas=tail_sigmas,
-            keep_means=keep_means,
-            final=final,
-        )
-        return Trajectory(
-            prompts=prompts,
-            condition=condition,
-            latents=path.latents,
-            final_latents=path.final_latents,
-            sigmas=sigmas,
-            timestep_indices=tuple(recorded),
-            old_log_probs=path.log_probs,
-            kernel=kernel,
-            old_means=path.means,
-        )
-
-    def sample_final_latents(self, prompts: PromptBatch, *, solver: Solver = "euler") -> Trajectory:
-        """Denoise with the ODE and keep the final latents only, for losses on the forward process."""
-        condition = self.policy.encode(prompts.texts)
-        sigmas = self.policy.sigmas(self.num_steps).to(self.device)
-        return Trajectory(
-            prompts=prompts,
-            condition=condition,
-            latents=None,
-            final_latents=self._solve(self.rollout_policy, prompts, condition, sigmas, solver),
-            sigmas=sigmas,
-            timestep_indices=(),
-            old_log_probs=None,
-            kernel=Euler(),
-        )
-
-    def initial_latents(self, prompts: PromptBatch) -> Tensor:
-        """Draw the noise that samples start from, [B, ...] float32; by default each sample's own."""
-        return self.policy.initial_latents(prompts.seeds)
-
-    def training_noise(self, batch: TimestepBatch, *, shared: Literal["group", "sample"]) -> Tensor:
-        """Draw noise for the forward process, [N, ...] float32: fresh for each step, timestep and sample, or group.
-
-        It depends on the seeds and the place in the schedule, so batching, ranks and restarts do not change it.
-        """
-        prompts = batch.prompts
-        if shared == "group":
-            seeds = [derive_seed(self.seed, "group", prompts.step, group) for group in prompts.group_ids]
-        else:
-            seeds = list(prompts.seeds)
-        shape = batch.final_latents.shape[1:]
-        drawn: dict[tuple[int, int], Tensor] = {}
-        for key in zip(seeds, batch.timestep_index.tolist(), strict=True):
-            if key not in drawn:
-                drawn[key] = sample_noise([key[0]], f"training noise {key[1]}", shape)[0]
-        keys = zip(seeds, batch.timestep_index.tolist(), strict=True)
-        return torch.stack([drawn[key] for key in keys]).to(batch.final_latents.device)
-
-    def group_mean(self, values: Tensor, group_index: Tensor) -> Tensor:
-        """Give each row [N] the mean over its whole group at its timestep, wherever the group's rows are.
-
-        Without gradient, and to be called by all ranks alike: sums include the rows of the other ranks.
-        """
-        return self.group_sum(values, group_index) / self.group_sum(torch.ones_like(values), group_index)
-
-    def group_sum(self, values: Tensor, group_index: Tensor) -> Tensor:
-        """Give each row [N] the sum over its whole group; see `group_mean`."""
-        values = values.detach()
-        if self._row_group is None:
-            return sum_per_group(values, group_index)
-        num_groups = group_index.max() + 1 if len(group_index) else group_index.new_zeros(())
-        dist.all_reduce(num_groups, dist.ReduceOp.MAX, group=self._row_group)
-        sums = values.new_zeros(int(num_groups)).index_add(0, group_index, values)
-        dist.all_reduce(sums, group=self._row_group)
-        return sums[group_index]
-
-    def score_step(self, batch: TimestepBatch, policy: VelocityField | None = None) -> KernelStep:
-        """Score the recorded steps under the current weights, with gradient, or under another policy's."""
-        assert batch.latents is not None, "the rollout must record the steps that are trained"
-        velocity = self.guided(policy or self.policy)(batch.latents, batch.sigma, batch.condition)
-        return batch.kernel.step(
-            batch.latents,
-            velocity,
-            batch.sigma,
-            batch.next_sigma,
-            sigma_max=batch.sigma_max,
-            next_latents=batch.next_latents,
-        )
-
-    def log_probs(self, batch: TimestepBatch) -> Tensor:
-        """Give the recorded steps' log-probs under the current weights, [N], with gradient."""
-        log_prob = self.score_step(batch).log_prob
-        assert log_prob is not None, "a deterministic kernel has no log-probs; the constructor must refuse it"
-        return log_prob
-
-    def track(self, name: str, rows: Tensor, *, reduction: Reduction = "mean") -> None:
-        """Report a metric's values [N] from inside `timestep_loss`; it is logged once per step over all rows."""
-        self._metrics.add_rows(name, rows, reduction)
-
-    def take_metrics(self) -> dict[str, MetricValue]:
-        """Hand over what `track` has collected since the last call."""
-        return self._metrics.take()
-
     @torch.no_grad()
     def sample(self, prompts: PromptBatch) -> Tensor:
         """Make one deterministic sample per row with the ODE: media [B, (F), C, H, W] in [0, 1]."""
@@ -474,17 +258,8 @@ class DiffusionRLModule(LightningModule, ABC):
             return self._remote.sample(prompts)
         condition = self.policy.encode(prompts.texts)
         sigmas = self.policy.sigmas(self.validation_steps).to(self.device)
-        policy = self.policy_copy(_EMA_COPY) if _EMA_COPY in self._copy_schedules else self.policy
-        latents = self._solve(policy, prompts, condition, sigmas, self.validation_solver)
+        latents = self._solve(self.validation_policy, prompts, condition, sigmas, self.validation_solver)
         return self.policy.decode(latents)
-
-    def _solve(
-        self, policy: VelocityField, prompts: PromptBatch, condition: Condition, sigmas: Tensor, solver: Solver
-    ) -> Tensor:
-        guided = self.guided(policy)
-        latents = self.policy.initial_latents(prompts.seeds).to(self.device)
-        solve = {"euler": sample_ode, "dpm": sample_dpm_solver}[solver]
-        return solve(lambda x, sigma: guided(x, sigma, condition), latents, sigmas)
 
     # ---- Lightning -----------------------------------------------------------------------------------------
 
@@ -602,55 +377,6 @@ class DiffusionRLModule(LightningModule, ABC):
         else:
             self.update_weight_copies()
 
-    def update_weight_copies(self) -> None:
-        """Let the copies of the weights follow an optimizer step."""
-        for name in self._copy_schedules:
-            self.policy_copy(name).update()
-
-    def published_weights(self) -> dict[str, Tensor]:
-        """Give what generators receive after an optimizer step, by its name in the state: what rollouts need."""
-        published: dict[str, Tensor] = {
-            name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad
-        }
-        for name in self._published_copies:
-            entries = self.weight_copies[name].state_dict(prefix=f"weight_copies.{name}.", keep_vars=True)
-            published.update(entries)
-        return published
-
-    # ---- advantages over the whole step, while its groups arrive one by one -----------------------------------
-
-    @property
-    def needs_batch_std(self) -> bool:
-        """Whether advantages depend on the rewards of all groups of the step."""
-        return self.advantage_scope == "batch" and self.normalize_by_std
-
-    def centered_rewards(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
-        """Give rewards less the mean of their groups, [B]: advantages whose std is not known yet."""
-        return group_advantages(rewards, group_ids, normalize_by_std=False)
-
-    def gradient_scale(self, rewards: Tensor, group_ids: Tensor) -> float | None:
-        """Give what the gradient of `centered_rewards` must be multiplied by, once all rewards [B] are known.
-
-        None: an advantage would be clipped, and then the gradient is not a multiple.
-        """
-        std = batch_std(rewards, ddof=self.advantage_ddof)
-        centered = self.centered_rewards(rewards, group_ids)
-        if exceeds_advantage_clip(centered, std, eps=self.advantage_eps, advantage_clip=self.advantage_clip):
-            return None
-        return 1 / (std + self.advantage_eps) if std > 0 else 0.0
-
-    @property
-    def _advantage_settings(self) -> dict[str, Any]:
-        return {
-            "scope": self.advantage_scope,
-            "ddof": self.advantage_ddof,
-            "eps": self.advantage_eps,
-            "normalize_by_std": self.normalize_by_std,
-        }
-
-    def _clip(self, advantages: Tensor) -> Tensor:
-        return advantages.clamp(-self.advantage_clip, self.advantage_clip)
-
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the norm of the gradient before clipping; a strategy with remote weights reports its own."""
         if self._remote is None:
@@ -705,21 +431,6 @@ def as_prompts(batch: Sequence[Prompt | str], *, first_uid: int = 0) -> list[Pro
     if not prompts:
         raise TypeError("a training batch holds no prompts.")
     return prompts
-
-
-def check_guidance(name: str, scale: float, policy: DiffusionPolicy) -> None:
-    """Check a guidance scale that is called `name`.
-
-    Raises:
-        ValueError: it is below 1, or the policy has no condition of an empty prompt to compare with.
-    """
-    if not 1 <= scale < math.inf:
-        raise ValueError(f"`{name}` must be at least 1, which is no guidance, got {scale}.")
-    if scale != 1 and not policy.has_unconditional:
-        raise ValueError(
-            f"`{name}` must be 1 with `{type(policy).__name__}`, got {scale}: that policy has no `unconditional`, "
-            "the condition of an empty prompt that classifier-free guidance compares with."
-        )
 
 
 def total_loss(losses: Tensor | RowLosses) -> Tensor:

@@ -1,0 +1,15 @@
+"""The base class of all algorithms: what a user overrides, and the colocated step built from the same pieces."""
+
+from digenrl.module.advantages import AdvantageSettings
+from digenrl.module.base import DiffusionRLModule, RemoteModule, as_prompts, total_loss
+from digenrl.module.rollouts import Solver, check_guidance
+
+__all__ = [
+    "AdvantageSettings",
+    "DiffusionRLModule",
+    "RemoteModule",
+    "Solver",
+    "as_prompts",
+    "check_guidance",
+    "total_loss",
+]

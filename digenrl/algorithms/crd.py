@@ -70,7 +70,7 @@ class CRD(ForwardProcessModule):
             old_cap: largest decay of `old`.
             sampler_rate: growth of the decay of the average that makes the samples, per rollout.
             sampler_cap: its largest decay.
-            sampler_flat: rollouts before its decay grows; until then the newest weights make the samples.
+            sampler_flat: optimizer steps before its decay grows; until then the newest weights make the samples.
             solver: see `ForwardProcessModule`, as for the next two.
             num_trained_timesteps: see there.
             last_trained_timestep: see there.

@@ -54,7 +54,7 @@ class DiffusionNFT(ForwardProcessModule):
                 from; 0 is without.
             old_rate: growth of `old`'s decay per optimizer step; it changes once per rollout.
             old_cap: largest decay.
-            old_flat: rollouts before the decay grows. Another published setting is 75 with rate 0.0075 and cap 0.999.
+            old_flat: optimizer steps before the decay grows. Another published setting is 75 with rate 0.0075 and cap 0.999.
             solver: see `ForwardProcessModule`, as for the next two.
             num_trained_timesteps: see there; each sample has its own.
             last_trained_timestep: see there.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import digenrl
+import digenrl.algorithms
 from benchmarks import algorithms
 from benchmarks.algorithms import ALGORITHMS, BEGIN, DOCS, END, Row, Run, read_rewards, write_docs
 from digenrl.cli.classes import settings_of

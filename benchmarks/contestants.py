@@ -357,6 +357,9 @@ def _serve_colocated(rank: int, connection: Connection, size: str, variant: Vari
 class _Endless:
     """Gives a batch again and again. Not a list: Lightning would take a list of lists for several loaders."""
 
+    def __len__(self) -> int:
+        return 1_000_000  # so many that no round sees the end
+
     def __init__(self, batch: list[str]) -> None:
         self._batch = batch
 

@@ -85,7 +85,7 @@ def test_the_first_timesteps_of_all_samples_are_trained_by_default() -> None:
 def test_neither_policy_nor_reward_is_a_hyper_parameter() -> None:
     hyper_parameters = dict(toy_module(lr=0.25).hparams)
     assert hyper_parameters["lr"] == 0.25
-    assert not {"policy", "reward", "kernel"} & set(hyper_parameters)
+    assert not {"policy", "reward"} & set(hyper_parameters)
 
 
 # ---- weights -------------------------------------------------------------------------------------------------

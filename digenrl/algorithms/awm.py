@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from digenrl.algorithms.forward_process import ForwardProcessModule, NoisedRows, check_kl_weights, make_decay
+from digenrl.algorithms.checks import check_clip_range, check_kl_weights
+from digenrl.algorithms.forward_process import ForwardProcessModule, NoisedRows, make_decay
 from digenrl.averaging import NoUpdates
 from digenrl.functional import clipped_surrogate, matching_log_prob, mean_square
 from digenrl.policies import DiffusionPolicy
@@ -92,8 +93,7 @@ class AWM(ForwardProcessModule):
         )
         if weighting not in get_args(Weighting):
             raise ValueError(f"`weighting` must be one of {', '.join(get_args(Weighting))}, got {weighting!r}.")
-        if not 0 < clip_range < 1:
-            raise ValueError(f"`clip_range` bounds |ratio - 1| and must be in (0, 1), got {clip_range}.")
+        check_clip_range(clip_range)
         check_kl_weights(kl_beta=kl_beta, average_kl_beta=average_kl_beta)
         self.weighting: Weighting = weighting
         self.clip_range = clip_range

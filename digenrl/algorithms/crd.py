@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 from torch import Tensor
 
-from digenrl.algorithms.forward_process import ForwardProcessModule, check_kl_weights, make_decay
+from digenrl.algorithms.checks import check_finite_advantage_clip, check_kl_weights
+from digenrl.algorithms.forward_process import ForwardProcessModule, make_decay
 from digenrl.averaging import EveryNth, NoUpdates
 from digenrl.functional import adaptive_mean_square, crd_kl_weight, crd_loss, mean_square, reward_probability
 from digenrl.module import check_guidance
@@ -68,7 +68,8 @@ class CRD(ForwardProcessModule):
             old_start: first decay of `old`.
             old_rate: growth of `old`'s decay per optimizer step; it changes once per rollout.
             old_cap: largest decay of `old`.
-            sampler_rate: growth of the decay of the average that makes the samples, per rollout.
+            sampler_rate: growth of the decay of the average that makes the samples, per optimizer step; it changes once
+                per rollout.
             sampler_cap: its largest decay.
             sampler_flat: optimizer steps before its decay grows; until then the newest weights make the samples.
             solver: see `ForwardProcessModule`, as for the next two.
@@ -95,10 +96,7 @@ class CRD(ForwardProcessModule):
         )
         check_kl_weights(kl_beta=kl_beta)
         check_guidance("reference_guidance_scale", reference_guidance_scale, policy)
-        if self.advantage_settings.clip == math.inf:
-            raise ValueError(
-                "`advantage_clip` must be finite, got inf: it is the advantage of a sample that is certainly good."
-            )
+        check_finite_advantage_clip(self.advantage_settings.clip)
         self.adaptive_distance = adaptive_distance
         self.kl_beta = kl_beta
         self.reference_guidance_scale = reference_guidance_scale

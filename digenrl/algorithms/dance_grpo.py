@@ -103,11 +103,9 @@ class DanceGRPO(ReverseProcessModule):
         """Sample with the SDE, and take the last step's prediction of the data."""
         return self.sample_trajectory(prompts, self.kernel, final="prediction")
 
-    def advantages(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
-        """Compare each reward with its group, [B], and each of several with its own kind, [B, R]."""
-        if rewards.ndim == 1:
-            return super().advantages(rewards, group_ids)
-        return self.advantage_settings.clamp(self.advantage_settings.compare(rewards, group_ids))
+    def join_advantages(self, advantages: Tensor) -> Tensor:
+        """Keep those of several rewards apart, [B, R]: each has a surrogate of its own."""
+        return advantages
 
     def select_samples(self, rewards: Tensor, advantages: Tensor, group_ids: Tensor) -> Sequence[int] | None:
         """Keep the `best_of_n` of each group; the first and the last of a group whose samples are all equal."""

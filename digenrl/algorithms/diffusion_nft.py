@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 from torch import Tensor
 
-from digenrl.algorithms.forward_process import ForwardProcessModule, check_kl_weights, make_decay
+from digenrl.algorithms.checks import check_beta, check_finite_advantage_clip, check_kl_weights
+from digenrl.algorithms.forward_process import ForwardProcessModule, make_decay
 from digenrl.averaging import NoUpdates
 from digenrl.functional import mean_square, nft_loss, reward_probability
 from digenrl.policies import DiffusionPolicy
@@ -54,7 +54,8 @@ class DiffusionNFT(ForwardProcessModule):
                 from; 0 is without.
             old_rate: growth of `old`'s decay per optimizer step; it changes once per rollout.
             old_cap: largest decay.
-            old_flat: optimizer steps before the decay grows. Another published setting is 75 with rate 0.0075 and cap 0.999.
+            old_flat: optimizer steps before the decay grows. Another published setting is 75 with rate 0.0075 and cap
+                0.999.
             solver: see `ForwardProcessModule`, as for the next two.
             num_trained_timesteps: see there; each sample has its own.
             last_trained_timestep: see there.
@@ -77,13 +78,9 @@ class DiffusionNFT(ForwardProcessModule):
             lr=lr,
             **settings,
         )
-        if not 0 < beta < math.inf:
-            raise ValueError(f"`beta` is the distance from the old policy and must be in (0, inf), got {beta}.")
+        check_beta(beta, "the distance from the old policy")
         check_kl_weights(kl_beta=kl_beta)
-        if self.advantage_settings.clip == math.inf:
-            raise ValueError(
-                "`advantage_clip` must be finite, got inf: it is the advantage of a sample that is certainly good."
-            )
+        check_finite_advantage_clip(self.advantage_settings.clip)
         self.beta = beta
         self.kl_beta = kl_beta
         self.add_sampler(_OLD, make_decay(_OLD, rate=old_rate, cap=old_cap, flat=old_flat))

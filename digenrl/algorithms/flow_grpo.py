@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from digenrl.algorithms.checks import check_kl_weights
 from digenrl.algorithms.reverse_process import KernelName, ReverseProcessModule
 from digenrl.averaging import NoUpdates
 from digenrl.diffusion import FlowCPS, RandomWindow
@@ -47,7 +48,10 @@ class FlowGRPO(ReverseProcessModule):
         lr: float = 3e-4,
         **settings: Any,
     ) -> None:
-        """Defaults are the authors' SD3.5-M setting, but for the advantages' std, which is the group's own.
+        """Defaults are close to the authors' SD3.5-M settings.
+
+        These differ in the advantages' std, which is the step's, in the guidance, 4.5, in `kl_beta`, 0.04 and 0.01, in
+        `updates_per_rollout`, 2, and in the average that is validated, of `ema_decay` 0.9.
 
         Args:
             policy: see `DiffusionRLModule`, as for `settings` and the other arguments not named here.
@@ -64,13 +68,18 @@ class FlowGRPO(ReverseProcessModule):
             sde_window_range: first step a window may begin with, and the end of the last; None is (0, half the steps).
             clip_range: how far the ratio may leave 1 before its gradient is cut.
             kl_beta: weight of the KL divergence to the policy that training started from; 0 is without.
-            kl_form: `"code"` is dt times the divergence, as published code has it, `"paper"` the divergence itself.
+            kl_form: `"code"` is dt times the divergence, as published code has it, `"paper"` the divergence itself; not
+                with `"cps"`, which has a form of its own.
             lr: see there.
             **settings: see there.
 
         Raises:
             ValueError: a setting outside its bounds, or two that do not go together.
         """
+        if num_steps == 1 and sde_window is None and timestep_fraction is None:
+            raise ValueError(
+                "`num_steps` must be at least 2, got 1: the last step is not trained; or set `timestep_fraction` to 1."
+            )
         default_fraction = 0.9 if sde_window is None else 1.0
         super().__init__(
             policy,
@@ -86,8 +95,12 @@ class FlowGRPO(ReverseProcessModule):
         )
         if kl_form not in ("code", "paper"):
             raise ValueError(f"`kl_form` must be code or paper, got {kl_form!r}.")
-        if not kl_beta >= 0:
-            raise ValueError(f"`kl_beta` is the weight of a divergence and must be at least 0, got {kl_beta}.")
+        check_kl_weights(kl_beta=kl_beta)
+        if kernel == "cps" and kl_beta > 0 and kl_form != "code":
+            raise ValueError(
+                f"`kl_form` must be code with kernel cps, got {kl_form}: its divergence is the mean square "
+                "between the means, which has no other form."
+            )
         if sde_window is not None:
             if timestep_fraction is not None:
                 raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -142,16 +141,3 @@ def make_decay(prefix: str, **fields: Any) -> RampDecay:
         return RampDecay(**fields)
     except ValueError as error:
         raise ValueError(str(error).replace("`", f"`{prefix}_", 1)) from error
-
-
-def check_kl_weights(**weights: float) -> None:
-    """Check the weights of divergences, by the names that the user knows.
-
-    Raises:
-        ValueError: a weight is negative or not finite.
-    """
-    for name, weight in weights.items():
-        if not 0 <= weight < math.inf:
-            raise ValueError(
-                f"`{name}` is the weight of a divergence and must be in [0, inf), got {weight}; 0 is without."
-            )

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from digenrl.algorithms.checks import check_beta
 from digenrl.algorithms.forward_process import ForwardProcessModule
 from digenrl.averaging import NoUpdates
 from digenrl.functional import mean_square, pair_preference_loss, preference_pairs
+from digenrl.module import AdvantageSettings
 from digenrl.policies import DiffusionPolicy
-from digenrl.rewards import Reward
+from digenrl.rewards import JoinedReward, Reward
 from digenrl.types import PromptBatch, TimestepBatch, derive_seed
 
 _REFERENCE = "reference"
 _PAIR = 2
+# By the names of the constructor: what changes the size of advantages, but not the order of one reward.
+_SCALES = {
+    "normalize_by_std": "normalize_by_std",
+    "advantage_scope": "scope",
+    "advantage_ddof": "ddof",
+    "advantage_eps": "eps",
+}
 
 
 class OnlineDPO(ForwardProcessModule):
@@ -59,10 +67,11 @@ class OnlineDPO(ForwardProcessModule):
             first_trained_timestep: see there.
             last_trained_timestep: see there.
             lr: see `DiffusionRLModule`.
-            **settings: see there. `guidance_scale` is the rollouts'; policy and reference run without in the loss.
+            **settings: see there. `guidance_scale` is the rollouts'; policy and reference run without in the loss. Only
+                with several rewards do `normalize_by_std` and `advantage_*` count, and `advantage_clip` never.
 
         Raises:
-            ValueError: a setting outside its bounds.
+            ValueError: a setting outside its bounds, or one that would change nothing.
         """
         super().__init__(
             policy,
@@ -74,11 +83,12 @@ class OnlineDPO(ForwardProcessModule):
             first_trained_timestep=first_trained_timestep,
             last_trained_timestep=last_trained_timestep,
             noise_of="group",
+            timesteps_of="step",  # not read: `select_timesteps` draws for each group
             lr=lr,
             **settings,
         )
-        if not 0 < beta < math.inf:
-            raise ValueError(f"`beta` is how sharp a preference is and must be in (0, inf), got {beta}.")
+        self._check_advantages_are_an_order()
+        check_beta(beta, "how sharp a preference is")
         if timestep_density not in ("logit_normal", "uniform"):
             raise ValueError(f"`timestep_density` must be logit_normal or uniform, got {timestep_density!r}.")
         self.beta = beta
@@ -91,7 +101,9 @@ class OnlineDPO(ForwardProcessModule):
         Of several rewards, the sum of the advantages decides. Of equal samples the first counts, and where all of a
         group are equal, all have 0.
         """
-        scores = rewards if rewards.ndim == 1 else super().advantages(rewards, group_ids)
+        scores = rewards
+        if rewards.ndim == 2:
+            scores = self.join_advantages(self.advantage_settings.compare(rewards, group_ids))
         pairs = preference_pairs(scores, group_ids)
         signs = torch.zeros(len(rewards), device=scores.device)
         signs[pairs[:, 0]], signs[pairs[:, 1]] = 1.0, -1.0
@@ -131,6 +143,18 @@ class OnlineDPO(ForwardProcessModule):
             beta=self.beta,
             group_sum=self.group_sum,
         )
+
+    def _check_advantages_are_an_order(self) -> None:
+        unread = {"advantage_clip": "clip"}
+        if not isinstance(self.reward, JoinedReward):
+            unread |= _SCALES
+        for name, field in unread.items():
+            value, default = (getattr(settings, field) for settings in (self.advantage_settings, AdvantageSettings()))
+            if value != default:
+                raise ValueError(
+                    f"`{name}` must be left at {default} with OnlineDPO, got {value}: only the order of a group's "
+                    "samples counts, which it does not change."
+                )
 
     def _draw(self, step: int, group: int) -> list[int]:
         num_available = self._num_available_timesteps

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from digenrl.algorithms.checks import check_clip_range
 from digenrl.diffusion import DanceSDE, FlowCPS, FlowSDE, Kernel, KernelStep, WanLinearSDE, Window
 from digenrl.functional import clipped_surrogate
 from digenrl.module import DiffusionRLModule
@@ -63,8 +65,11 @@ class ReverseProcessModule(DiffusionRLModule):
         super().__init__(policy, reward, **settings)
         if kernel not in get_args(KernelName):
             raise ValueError(f"`kernel` must be one of {', '.join(get_args(KernelName))}, got {kernel!r}.")
-        if not 0 < clip_range < 1:
-            raise ValueError(f"`clip_range` bounds |ratio - 1| and must be in (0, 1), got {clip_range}.")
+        if kernel == "wan" and self.num_steps < 2:
+            raise ValueError(
+                f"`num_steps` must be at least 2 with kernel wan, got {self.num_steps}: a single step has no noise."
+            )
+        check_clip_range(clip_range)
         self.kernel = _make_kernel(kernel, noise_level)
         self.clip_range = clip_range
         self.init_same_noise = init_same_noise
@@ -164,9 +169,14 @@ def _make_kernel(name: str, noise_level: float | None) -> Kernel:
         raise ValueError(
             f"`noise_level` must be null with kernel wan, which has a noise of its own, got {noise_level}."
         )
-    kernel = _KERNELS[name](noise_level)
-    if kernel.is_deterministic:
+    if not noise_level > 0:
         raise ValueError(
             f"`noise_level` must be above 0, got {noise_level}: without noise a step has no log-prob to train."
         )
-    return kernel
+    if noise_level > 1 and name == "cps":
+        raise ValueError(
+            f"`noise_level` must be at most 1 with kernel cps, got {noise_level}: at 1 all noise is fresh."
+        )
+    if math.isinf(noise_level):
+        raise ValueError(f"`noise_level` must be finite, got {noise_level}.")
+    return _KERNELS[name](noise_level)

@@ -141,7 +141,10 @@ def epoch_length(loader: Any, limit: int | float | None) -> int | None:
         loader: with or without a length.
         limit: Lightning's `limit_train_batches`: a count, a share, or None.
     """
-    length = len(loader) if hasattr(loader, "__len__") else None
+    try:
+        length = len(loader)
+    except (TypeError, NotImplementedError):  # as Lightning asks: a loader may have a `__len__` that cannot answer
+        length = None
     if isinstance(limit, int):
         return limit if length is None else min(length, limit)
     return length if length is None or limit is None else int(length * limit)

@@ -147,8 +147,12 @@ class DiffusionRLModule(RowHelpers, ABC):
         if validation_solver not in ("euler", "dpm"):
             raise ValueError(f"`validation_solver` must be euler or dpm, got {validation_solver!r}.")
         check_guidance("guidance_scale", guidance_scale, policy)
+        if not 0 <= lr < math.inf:
+            raise ValueError(f"`lr` is the learning rate and must be in [0, inf), got {lr}.")
+        if not 0 <= weight_decay < math.inf:
+            raise ValueError(f"`weight_decay` must be in [0, inf), got {weight_decay}.")
         # Submodules and callables are not hyper-parameters: loggers would print them, checkpoints pickle them.
-        self.save_hyperparameters(ignore=["policy", "reward", "kernel"])
+        self.save_hyperparameters(ignore=["policy", "reward"])
         self.policy = policy
         self._reward = (reward,)  # in a tuple, so that a reward's own network is not taken for a part of the module
         self.group_size = group_size
@@ -210,13 +214,14 @@ class DiffusionRLModule(RowHelpers, ABC):
     def advantages(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
         """Compare each reward with its group: rewards [B] and group ids [B] of whole groups to advantages [B].
 
-        Of several rewards, [B, R], each is compared with its own kind, and the advantages are added up by the rewards'
-        weights. An algorithm that wants them apart returns [B, R].
+        Of several rewards, [B, R], each is compared with its own kind; see `join_advantages`.
         """
         advantages = self.advantage_settings.compare(rewards, group_ids)
-        if rewards.ndim == 2:
-            advantages = weighted_sum(advantages, self.reward_weights)
-        return self.advantage_settings.clamp(advantages)
+        return self.advantage_settings.clamp(advantages if rewards.ndim == 1 else self.join_advantages(advantages))
+
+    def join_advantages(self, advantages: Tensor) -> Tensor:
+        """Add up the advantages of several rewards, [B, R], by their weights: [B]; or keep them apart: [B, R]."""
+        return weighted_sum(advantages, self.reward_weights)
 
     def select_samples(self, rewards: Tensor, advantages: Tensor, group_ids: Tensor) -> Sequence[int] | None:
         """Choose which samples of whole groups are trained, as rows in ascending order; None is all of them.
@@ -258,7 +263,8 @@ class DiffusionRLModule(RowHelpers, ABC):
             return self._remote.sample(prompts)
         condition = self.policy.encode(prompts.texts)
         sigmas = self.policy.sigmas(self.validation_steps).to(self.device)
-        latents = self._solve(self.validation_policy, prompts, condition, sigmas, self.validation_solver)
+        noise = self.policy.initial_latents(prompts.seeds)
+        latents = self._solve(self.validation_policy, noise, condition, sigmas, self.validation_solver)
         return self.policy.decode(latents)
 
     # ---- Lightning -----------------------------------------------------------------------------------------
@@ -272,7 +278,7 @@ class DiffusionRLModule(RowHelpers, ABC):
         # Weights that autocast has cached under `no_grad` would be taken again below, without a gradient.
         torch.clear_autocast_cache()
         group_ids = torch.tensor(prompts.group_ids)
-        advantages = self.advantages(rewards, group_ids)
+        advantages = self._advantages_over_ranks(rewards, group_ids)
         scored = self.trained_samples(ScoredBatch.of_groups(trajectory, rewards, advantages))
         timesteps = self.select_timesteps(scored.trajectory.prompts)
         losses = [
@@ -283,6 +289,19 @@ class DiffusionRLModule(RowHelpers, ABC):
         self.log_step(prompts, rewards, advantages, loss.item(), self.take_metrics())
         self.next_step += 1
         return loss
+
+    def _advantages_over_ranks(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
+        """Compare the rewards; where the std is the whole step's, with those of the other data-parallel ranks."""
+        if not self.advantage_settings.need_batch_std or self.trainer.world_size == 1:
+            return self.advantages(rewards, group_ids)
+
+        def gather(values: Tensor) -> Tensor:
+            gathered = self.all_gather(values.to(self.device))
+            assert isinstance(gathered, Tensor), "of one tensor"
+            return gathered.flatten(0, 1).cpu()
+
+        first = self.global_rank * len(rewards)
+        return self.advantages(gather(rewards), gather(group_ids))[first : first + len(rewards)]
 
     def trained_samples(self, scored: ScoredBatch) -> ScoredBatch:
         """Keep the samples that `select_samples` chooses."""
@@ -354,6 +373,10 @@ class DiffusionRLModule(RowHelpers, ABC):
         if isinstance(self.reward, JoinedReward):
             return dict(zip(self.reward.names, rewards.unbind(1), strict=True))
         return {reward_name(self.reward): rewards}
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Leave prompts as they are: they are text, and Lightning would take a frozen dataclass for one to fill."""
+        return batch
 
     def validation_step(self, batch: Sequence[Prompt | str], batch_idx: int) -> None:
         """Score deterministic samples whose noise is the same in every validation."""

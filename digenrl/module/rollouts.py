@@ -30,13 +30,12 @@ class Rollouts(WeightCopies):
         """Say which denoising steps the rollouts of a training step record."""
         raise NotImplementedError
 
-    def guided(self, policy: VelocityField, *, scale: float | None = None, detach: bool = False) -> VelocityField:
+    def guided(self, policy: VelocityField, *, scale: float | None = None) -> VelocityField:
         """Give a policy with classifier-free guidance; both conditions go through it as one batch.
 
         Args:
             policy: the policy, or a copy of it.
             scale: of the guidance; None is the module's own. 1 gives `policy` itself.
-            detach: let no gradient through the unconditional half.
         """
         factor = self.guidance_scale if scale is None else scale
         if factor == 1:
@@ -46,9 +45,7 @@ class Rollouts(WeightCopies):
             both = type(condition).cat([condition, self.policy.unconditional(condition)])
             halves = policy(torch.cat([latents, latents]), torch.cat([sigma, sigma]), both)
             conditional, unconditional = halves.chunk(2)
-            return classifier_free_guidance(
-                conditional, unconditional, factor, rescale=self.guidance_rescale, detach_unconditional=detach
-            )
+            return classifier_free_guidance(conditional, unconditional, factor, rescale=self.guidance_rescale)
 
         return velocity
 
@@ -99,7 +96,7 @@ class Rollouts(WeightCopies):
             prompts=prompts,
             condition=condition,
             latents=None,
-            final_latents=self._solve(self.rollout_policy, prompts, condition, sigmas, solver),
+            final_latents=self._solve(self.rollout_policy, self.initial_latents(prompts), condition, sigmas, solver),
             sigmas=sigmas,
             timestep_indices=(),
             old_log_probs=None,
@@ -111,12 +108,11 @@ class Rollouts(WeightCopies):
         return self.policy.initial_latents(prompts.seeds)
 
     def _solve(
-        self, policy: VelocityField, prompts: PromptBatch, condition: Condition, sigmas: Tensor, solver: Solver
+        self, policy: VelocityField, noise: Tensor, condition: Condition, sigmas: Tensor, solver: Solver
     ) -> Tensor:
         guided = self.guided(policy)
-        latents = self.policy.initial_latents(prompts.seeds).to(self.device)
         solve = {"euler": sample_ode, "dpm": sample_dpm_solver}[solver]
-        return solve(lambda x, sigma: guided(x, sigma, condition), latents, sigmas)
+        return solve(lambda x, sigma: guided(x, sigma, condition), noise.to(self.device), sigmas)
 
 
 def check_guidance(name: str, scale: float, policy: DiffusionPolicy) -> None:

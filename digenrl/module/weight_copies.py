@@ -62,6 +62,11 @@ class WeightCopies(LightningModule):
         return self.policy if self._sampler is None else self.policy_copy(self._sampler)
 
     @property
+    def sampler_steps(self) -> int:
+        """Optimizer steps that the copy which makes the samples has followed; 0 if there is none."""
+        return 0 if self._sampler is None else int(self.policy_copy(self._sampler).num_steps)
+
+    @property
     def validation_policy(self) -> VelocityField:
         """What makes validation samples: the policy, or its average."""
         return self.policy_copy(_EMA) if _EMA in self._schedules else self.policy

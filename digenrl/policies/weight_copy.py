@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from digenrl.averaging import DecaySchedule
+from digenrl.averaging import DecaySchedule, NoUpdates
 from digenrl.policies.policy import DiffusionPolicy
 from digenrl.types import Condition
 
@@ -44,14 +44,17 @@ class WeightCopy(nn.Module):
                 if part not in owner._modules:
                     owner.add_module(part, nn.Module())
                 owner = owner.get_submodule(part)
-            owner.register_buffer(last, parameter.detach().clone())
+            # An average in half precision would not move: its steps are below that resolution.
+            is_average = not isinstance(schedule, NoUpdates)
+            dtype = torch.promote_types(parameter.dtype, torch.float32) if is_average else parameter.dtype
+            owner.register_buffer(last, parameter.detach().to(dtype, copy=True))
 
     @torch.no_grad()
     def forward(self, latents: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
         """Predict noise - data with these weights, without gradient; see `DiffusionPolicy.velocity`."""
-        velocity: Tensor = torch.func.functional_call(
-            self._policy[0], dict(self.weights.named_buffers()), (latents, sigma, condition)
-        )
+        copies = dict(self.weights.named_buffers())
+        weights = {name: copies[name].to(parameter.dtype) for name, parameter in self._trained()}
+        velocity: Tensor = torch.func.functional_call(self._policy[0], weights, (latents, sigma, condition))
         return velocity
 
     @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from digenrl.module import DiffusionRLModule
 from digenrl.rewards import JoinedReward
@@ -46,6 +47,22 @@ def check_trainer(trainer: Trainer, *, precision: str, device: str, num_workers:
                 f"callback `{type(callback).__name__}` averages the weights of this process, which has none "
                 "under this strategy; remove it."
             )
+        if isinstance(callback, GradientAccumulationScheduler) and len(set(callback.scheduling.values())) > 1:
+            raise ValueError(
+                "callback `GradientAccumulationScheduler` must keep one value with this strategy, got "
+                f"{callback.scheduling}: use `accumulate_grad_batches` of the Trainer instead."
+            )
+
+
+def accumulated_batches(trainer: Trainer) -> int:
+    """Give the batches of an optimizer step, which a callback may set only once the first epoch begins."""
+    values = [
+        value
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler)
+        for value in callback.scheduling.values()
+    ]
+    return max([trainer.accumulate_grad_batches, *values])
 
 
 def check_window(staleness: float, accumulate_grad_batches: int) -> None:
@@ -87,6 +104,11 @@ def check_algorithm(
         raise ValueError(
             f"`advantage_scope` batch needs `groups_per_micro_batch: all` with {type(module).__name__}: its gradient "
             "is not proportional to the advantages, so training cannot begin before the step's std is known."
+        )
+    if type(module).advantages is not DiffusionRLModule.advantages:
+        raise ValueError(
+            f"`advantage_scope` batch needs `groups_per_micro_batch: all` with {type(module).__name__}: it defines "
+            "`advantages`, which training on centered rewards, before the step's std is known, would leave out."
         )
     if isinstance(module.reward, JoinedReward):
         raise ValueError(

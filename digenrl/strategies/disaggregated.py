@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import cloudpickle
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -24,7 +24,13 @@ from digenrl.module import DiffusionRLModule
 from digenrl.scheduling import Scheduler, SchedulingPolicy, cut_step
 from digenrl.scheduling.profile import Profile
 from digenrl.strategies import skeleton
-from digenrl.strategies.checks import check_algorithm, check_trainer, check_window, micro_batch_groups
+from digenrl.strategies.checks import (
+    accumulated_batches,
+    check_algorithm,
+    check_trainer,
+    check_window,
+    micro_batch_groups,
+)
 from digenrl.strategies.driver import StepDriver, StepPlan, StepResult, WorkerSpan
 from digenrl.strategies.lookahead import LookaheadLoader
 from digenrl.strategies.optimizers import OptimizerSpec, changed_settings, hyper_parameters
@@ -35,6 +41,8 @@ from digenrl.strategies.workers import Span, StepReport
 from digenrl.types import PromptBatch
 
 log = logging.getLogger(__name__)
+
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 _ENGINES: dict[str, type[Engine]] = {"inline": InlineEngine, "local": LocalEngine}
 
@@ -135,12 +143,14 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         self._driver: StepDriver | None = None
         self._loaders: list[LookaheadLoader] = []
         self._loaders_epoch = -1  # in which they were given
+        self._transfer_hook: str | None = None  # of the user, which may change batches behind the loader
         self._module_blob: bytes | None = None
         self._built_module: DiffusionRLModule | None = None
         self._has_failed = False
         self._num_groups = 0
         self._unlogged: StepResult | None = None
         self._gradient_scale = 1.0
+        self._round_origin: int | None = None  # the step at which the sampler's count of steps was 0
         self._window = StepWindow()
         self._step_metrics: dict[str, float] = {}
         self._configured_settings: list[dict[str, Any]] = []
@@ -192,19 +202,25 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             self.pool.connect_trainers(self.policy_version)
         self.setup_optimizers(trainer)
         self._driver = self._make_driver()
+        self._transfer_hook = _overridden_transfer_hook(self.module, trainer.datamodule)  # type: ignore[attr-defined]
+        if self._transfer_hook is not None:
+            log.warning(
+                "`%s` is overridden, so no step is begun before Lightning asks for its batch: change prompts in the "
+                "data loader instead.",
+                self._transfer_hook,
+            )
 
     def _make_driver(self) -> StepDriver:
-        pool = self.pool
-        return StepDriver(
-            pool,
-            Scheduler(
-                pool.generators,
-                reward_workers=pool.reward_workers,
-                policy=self.scheduling_policy,
-                policy_version=self.policy_version,
-            ),
-            self.module,
-            timestep_batch_size=None if self.timestep_batch_size == "all" else self.timestep_batch_size,
+        num_timesteps = None if self.timestep_batch_size == "all" else self.timestep_batch_size
+        return StepDriver(self.pool, self._make_scheduler(), self.module, timestep_batch_size=num_timesteps)
+
+    def _make_scheduler(self) -> Scheduler:
+        self._round_origin = None
+        return Scheduler(
+            self.pool.generators,
+            reward_workers=self.pool.reward_workers,
+            policy=self.scheduling_policy,
+            policy_version=self.policy_version,
         )
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -236,12 +252,13 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             num_workers=self._num_workers,
             num_devices=len(self.parallel_devices or []),
         )
-        check_window(self.scheduling_policy.staleness, trainer.accumulate_grad_batches)
+        num_accumulated = accumulated_batches(trainer)
+        check_window(self.scheduling_policy.staleness, num_accumulated)
         check_algorithm(
             self.module,
             groups_per_micro_batch=self.groups_per_micro_batch,
             staleness=self.scheduling_policy.staleness,
-            accumulate_grad_batches=trainer.accumulate_grad_batches,
+            accumulate_grad_batches=num_accumulated,
         )
         if isinstance(trainer.datamodule, PromptData):  # type: ignore[attr-defined]
             self._micro_batch_groups(trainer.datamodule.prompts_per_step)  # type: ignore[attr-defined]
@@ -283,7 +300,11 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         # Workers begin before the next step's work is prepared; after the first step they have begun already.
         prompts = self._driver.start_step(step)
         self._look_ahead()
-        assert prompts == module.prompt_batch(batch, step=step), "Lightning's batch is not the one looked at ahead"
+        if prompts != module.prompt_batch(batch, step=step):
+            raise RuntimeError(
+                f"the batch of step {step} is not the one that the data loader gave: change batches in the loader or "
+                "in `on_before_batch_transfer`, not in other hooks, and leave no epoch in `on_train_batch_start`."
+            )
         result = self._driver.finish_step(step, self._poll)
         loss = result.loss * trainer.accumulate_grad_batches
         # Where an optimizer step follows, trainers make it while this process logs.
@@ -328,19 +349,38 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             policy_version=self.policy_version + step - module.next_step,
             # Lightning divides the loss of a batch by the batches of the window.
             num_rows=module.num_rows(prompts) * self._trainer.accumulate_grad_batches,
-            shares_rollout=step % module.updates_per_rollout > 0,
+            shares_rollout=self._place_in_round(step) > 0,
         )
+
+    def _place_in_round(self, step: int) -> int:
+        """Say which of the `updates_per_rollout` steps of its round a step is, from 0, by the count of the weights."""
+        num_updates = self.module.updates_per_rollout
+        if num_updates == 1:
+            return 0
+        if self._round_origin is None:
+            self._round_origin = self.module.next_step - self.pool.sampler_steps()
+        return (step - self._round_origin) % num_updates
 
     def _look_ahead(self) -> None:
         """Make the next step's work known: it can begin as soon as its weights exist, or before, where it may."""
         assert self._driver is not None
         next_step = self.module.next_step + 1
-        # Of several loaders Lightning makes one batch, in a way of its own.
-        if self._trainer.accumulate_grad_batches > 1 or len(self._loaders) != 1 or self._is_last_step():
+        obstacle = self._look_ahead_obstacle()
+        if obstacle is not None and self.scheduling_policy.staleness > 0:
+            raise ValueError(f"`staleness` must be 0 with {obstacle}: the next step's prompts cannot be known ahead.")
+        if obstacle is not None or self._trainer.accumulate_grad_batches > 1 or self._is_last_step():
             return
         for batch in self._loaders[0].peek(1):
             if not self._driver.has_step(next_step):
                 self._driver.add_step(self._plan(batch, next_step))
+
+    def _look_ahead_obstacle(self) -> str | None:
+        """Say why the batch that Lightning will give next cannot be known, if it cannot."""
+        if len(self._loaders) != 1:
+            return f"{len(self._loaders)} data loaders, of which Lightning makes one batch in a way of its own"
+        if not self._loaders[0].has_length:
+            return "a data loader without a length, which Lightning reads ahead of itself"
+        return None if self._transfer_hook is None else f"an overridden `{self._transfer_hook}`"
 
     def _is_last_step(self) -> bool:
         """Whether Lightning will not ask for the batch that the loader would give next."""
@@ -349,6 +389,8 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             return True
         if not trainer.is_last_batch:
             return False
+        if trainer.reload_dataloaders_every_n_epochs > 0:  # type: ignore[attr-defined]
+            return True
         is_last_epoch = trainer.max_epochs not in (None, -1) and trainer.current_epoch + 1 >= (trainer.max_epochs or 0)
         # `limit_train_batches` leaves an epoch before the loader does.
         return is_last_epoch or trainer.num_training_batches != len(self._loaders[0])
@@ -483,7 +525,17 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         if self._driver is not None:
             # Generators have the weights already, under the same version.
             self.pool.publish(self.policy_version, must_change=False)
-            self._driver = self._make_driver()
+            self._driver.restart(self._make_scheduler())
+
+    def _replace_weights(self, state_dict: Mapping[str, Any], strict: bool) -> None:
+        """Send weights to all workers in the middle of a run; a step that was begun ahead begins anew with them."""
+        if self._driver is not None:
+            self._driver.close(self._poll)
+        self.pool.push_state_dict(state_dict, strict)
+        if self._driver is not None:
+            # Generators have the weights already, under the same version.
+            self.pool.publish(self.policy_version, must_change=False)
+            self._driver.restart(self._make_scheduler())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Give the optimizer's settings, and its state fetched from the trainers."""
@@ -561,6 +613,19 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         return self.module.trainer
 
 
+def _overridden_transfer_hook(module: LightningModule, datamodule: LightningDataModule | None) -> str | None:
+    """Find a hook of the user that may change batches on their way from the loader."""
+    harmless = [
+        getattr(owner, hook) for owner in (LightningModule, DiffusionRLModule, PromptData) for hook in _TRANSFER_HOOKS
+    ]
+    for owner in (module, datamodule):
+        for hook in _TRANSFER_HOOKS:
+            method = getattr(owner, hook, None)
+            if method is not None and getattr(method, "__func__", method) not in harmless:
+                return hook
+    return None
+
+
 class _RemoteModule:
     """What `DiffusionRLModule` asks when its weights are on workers."""
 
@@ -571,7 +636,7 @@ class _RemoteModule:
         return self._strategy.pool.fetch_state_dict()
 
     def push_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> None:
-        self._strategy.pool.push_state_dict(state_dict, strict)
+        self._strategy._replace_weights(state_dict, strict)
 
     def sample(self, prompts: PromptBatch) -> Tensor:
         self._strategy._pause()

@@ -154,7 +154,7 @@ class StepDriver:
             book.advantages,
             book.gradient_scale,
             book.loss_sum / book.plan.num_rows,
-            book.metrics.take(),
+            book.take_metrics(),
             book.finish.num_stale_samples,
             book.finish.num_assisted,
         )
@@ -173,12 +173,18 @@ class StepDriver:
     def close(self, poll: Callable[[], None]) -> None:
         """Pause, and let go of steps that were begun ahead and will not be trained, and of their gradient."""
         self.pause(poll)
+        self._run(lambda: not self._pending, poll)
         if self._started_step in self._steps:
-            self._run(lambda: not self._pending, poll)
             self._wait_for([self._engine.submit(trainer, "discard_gradient") for trainer in self._pool.trainers], poll)
         for book in self._steps.values():
             self._free(book)
         self._steps.clear()
+
+    def restart(self, scheduler: Scheduler) -> None:
+        """Go on with a new scheduler after `close`; it knows already what tasks take."""
+        scheduler.durations = self._scheduler.durations
+        self._scheduler, self._started_step, self._is_paused = scheduler, None, False
+        self._scored.clear()
 
     @property
     def durations(self) -> Durations:
@@ -280,7 +286,7 @@ class StepDriver:
                 "(said once); with `groups_per_micro_batch: all` steps wait for all rewards instead.",
                 book.plan.prompts.step,
             )
-        book.loss_sum, book.metrics = 0.0, MetricAccumulator()
+        book.loss_sum, book.update_metrics = 0.0, MetricAccumulator()
         self._wait_for([self._engine.submit(trainer, "discard_gradient") for trainer in self._pool.trainers], poll)
         for micro_batch in book.plan.micro_batches:
             tasks = {trainer: self._send_update(trainer, micro_batch, book) for trainer in self._pool.trainers}
@@ -340,7 +346,7 @@ class StepDriver:
 
     def _on_update_report(self, trainer: str, book: _StepBook, micro_batch: MicroBatch, report: UpdateReport) -> float:
         book.loss_sum += report.loss_sum
-        book.metrics.join(report.metrics)
+        book.update_metrics.join(report.metrics)
         self._spans.append(WorkerSpan(trainer, "update", str(micro_batch), report.span))
         return report.switch_s
 
@@ -398,10 +404,13 @@ class _StepBook:
     unreported_ranks: dict[MicroBatch, dict[str, float | None]] = field(default_factory=dict)
     loss_sum: float = 0.0
     metrics: MetricAccumulator = field(default_factory=MetricAccumulator)
+    """Of rollouts and scores."""
+    update_metrics: MetricAccumulator = field(default_factory=MetricAccumulator)
     finish: FinishStep | None = None
 
     def __post_init__(self) -> None:
         self.rewards = self.advantages = torch.empty(0)
+        self._scored: set[Slice] = set()
 
     def prompts_of(self, part: Slice) -> PromptBatch:
         return self.plan.prompts.select(slice(part.start, part.stop))
@@ -411,9 +420,15 @@ class _StepBook:
         if not len(self.rewards):
             self.rewards = torch.full((len(self.plan.prompts), *rewards.shape[1:]), float("nan"))
         self.rewards[part.start : part.stop] = rewards
+        self._scored.add(part)
 
     def is_scored(self, micro_batch: MicroBatch) -> bool:
-        return not self.rewards[micro_batch.start : micro_batch.stop].isnan().any()
+        return self._scored.issuperset(micro_batch.slices)
+
+    def take_metrics(self) -> dict[str, MetricValue]:
+        """Hand over the metrics of all tasks."""
+        self.metrics.join(self.update_metrics.take())
+        return self.metrics.take()
 
     def compare(self, micro_batch: MicroBatch, compare: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Compare the rewards of a micro-batch that is whole."""

@@ -40,11 +40,21 @@ class LookaheadLoader:
         self._rng_states: dict[int, list[torch.Tensor]] = {}
         self._resumed_rng_states: list[torch.Tensor] | None = None
         self._num_to_skip = 0
+        self._is_untouched = False
+
+    @property
+    def has_length(self) -> bool:
+        """Whether the loader says how many batches an epoch has; of others Lightning takes one in advance."""
+        return epoch_length(self.loader, None) is not None
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> LookaheadLoader:
+        # Lightning asks twice for the first epoch of a loader that it was given later in a run.
+        if self._is_untouched:
+            return self
+        self._is_untouched = True
         self._epoch += 1
         # Lightning may leave an epoch early (`limit_train_batches`): what it did not take is not trained.
         self._buffer = deque(entry for entry in self._buffer if entry[0] >= self._epoch)
@@ -54,6 +64,7 @@ class LookaheadLoader:
         return self
 
     def __next__(self) -> Any:
+        self._is_untouched = False
         if self._buffer:
             epoch, batch = self._buffer[0]
             if epoch > self._epoch:
@@ -93,6 +104,7 @@ class LookaheadLoader:
         """Continue after the last committed batch."""
         self._buffer.clear()
         self._source, self._source_epoch = iter(()), -1
+        self._is_untouched = False
         self._resumed_rng_states = state_dict["rng_states"]
         self._epoch, self._num_committed, self._num_to_skip = state_dict["epoch"], state_dict["num_committed"], 0
         if self._epoch >= 0 and not self._is_over(self._num_committed):

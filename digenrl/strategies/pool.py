@@ -134,6 +134,11 @@ class WorkerPool:
         """Have the trainers write their weights for the generators."""
         self._plane.publish(version, must_change=must_change)
 
+    def sampler_steps(self) -> int:
+        """Ask a trainer how many optimizer steps the copy that makes the samples has followed."""
+        steps: int = self.engine.call(self.trainers[0], "sampler_steps")
+        return steps
+
     def load_weights(self, generator: str, version: int) -> Task:
         """Queue a generator's load of the published weights; its result is the `Span` it took."""
         return self._plane.load(generator, version)

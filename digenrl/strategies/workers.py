@@ -18,9 +18,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from digenrl.engines import ObjectRef, ObjectStore
 from digenrl.metrics import MetricAccumulator, MetricValue, Reduction
 from digenrl.module import DiffusionRLModule
+from digenrl.rewards import RewardError
 from digenrl.strategies.optimizers import OptimizerSpec, TrainingState, load_named_state, named_state
 from digenrl.strategies.skeleton import ModuleOutline, describe
-from digenrl.strategies.weight_planes import ArenaLayout, WeightArena, WeightSyncError, weights_digest
+from digenrl.strategies.weight_planes import ArenaLayout, WeightArena, WeightSyncError, WrittenWeights, weights_digest
 from digenrl.types import Prompt, PromptBatch, RowLosses, ScoredBatch, Trajectory
 
 _MAX_POLICY_AGE = 1  # versions; the scheduler never lets a trajectory grow older
@@ -196,6 +197,8 @@ class Worker:
         start_s = time.monotonic()
         with self._without_gradient(), self._autocast():
             rewards = self._module.score(self._store.get(trajectory).to(self._device))
+        if not torch.isfinite(rewards).all():
+            raise RewardError(f"`{type(self._module).__name__}.score` gave {rewards.tolist()}; rewards must be finite.")
         return ScoreReport(tuple(rewards.tolist()), self._module.take_metrics(), Span(start_s, time.monotonic()))
 
     def free(self, trajectories: Sequence[ObjectRef]) -> None:
@@ -314,7 +317,8 @@ class Worker:
                 )
         sums = [part.sum() for part in parts]
         if keeps_parts_apart and len(sums) == 2:
-            self._accumulate_regularizer(sums[1] / num_rows)
+            if sums[1].requires_grad:
+                self._accumulate_regularizer(sums[1] / num_rows)
             (sums[0] / num_rows).backward()
         else:
             (torch.stack(sums).sum() / num_rows).backward()
@@ -418,12 +422,17 @@ class Worker:
         """Map the shared memory that weights travel through."""
         self._arena = WeightArena(paths, self.weights_layout())
 
-    def write_weights(self, slot: int) -> str:
-        """Write the weights that generators need (one rank does, all have the same); returns their digest."""
-        published = self._module.published_weights()
+    def write_weights(self, slot: int) -> WrittenWeights:
+        """Write the weights that generators need; one rank does, all have the same."""
+        published, trained = self._module.published_weights(), self._trained_parameters()
         if self._rank == 0:
             self._arena.write(slot, published)
-        return weights_digest(published.items())
+        digest = weights_digest(published.items())
+        return WrittenWeights(digest, digest if len(published) == len(trained) else weights_digest(trained.items()))
+
+    def sampler_steps(self) -> int:
+        """Give how many optimizer steps the copy that makes the samples has followed; 0 if there is none."""
+        return self._module.sampler_steps
 
     def load_weights(self, slot: int, version: int, digest: str) -> Span:
         """Load published weights and check that they are those that were sent."""

@@ -356,6 +356,7 @@ def test_at_the_published_noise_the_gradient_is_exact_in_any_batching(settings: 
         ({"timestep_fraction": 0.06}, r"`timestep_fraction` .* \[0.0625, 1\], got 0.06"),
         ({"timestep_fraction": 0.065}, r"`timestep_fraction` .*15 steps before the last .*\[0.0666667, 1\], got 0.065"),
         ({"noise_level": 0.0}, "`noise_level` must be above 0, got 0.0"),
+        ({"noise_level": -1.0}, "`noise_level` must be above 0, got -1.0"),
         ({"clip_range": 1.0}, "`clip_range` .* got 1.0"),
         ({"best_of_n": 13}, r"`best_of_n` .* must be in \[2, 12\], the `group_size`, got 13"),
         ({"best_of_n": 1}, "`best_of_n` .* got 1"),

@@ -242,7 +242,17 @@ def test_the_ratio_leaves_1_after_the_first_update_of_a_round_only(updates_per_r
             "`timestep_fraction` or .* leave out the last of the 10",
         ),
         ({"kernel": "cps", "sde_window": 2, "sde_window_range": (0, 10)}, "must leave out the last of the 10 steps"),
+        (
+            {"kernel": "wan", "num_steps": 1, "timestep_fraction": 1.0},
+            "`num_steps` must be at least 2 with kernel wan, got",
+        ),
+        ({"num_steps": 1}, "`num_steps` must be at least 2, got 1: .* or set `timestep_fraction` to 1"),
+        ({"noise_level": -1.0}, "`noise_level` must be above 0, got -1.0: without noise a step has no log-prob"),
+        ({"noise_level": float("inf")}, "`noise_level` must be finite, got inf"),
+        ({"kernel": "cps", "noise_level": 1.5}, "`noise_level` must be at most 1 with kernel cps, got 1.5"),
         ({"kl_beta": -1.0}, "`kl_beta`.* got -1.0"),
+        ({"kl_beta": float("inf")}, r"`kl_beta` .* in \[0, inf\), got inf"),
+        ({"kernel": "cps", "kl_beta": 0.1, "kl_form": "paper"}, "`kl_form` must be code with kernel cps, got paper"),
         ({"kl_form": "exact"}, "`kl_form` must be code or paper, got 'exact'"),
         ({"sde_window_range": (0, 3)}, "`sde_window_range` bounds a window, but `sde_window` gives none"),
         ({"sde_window": 2, "sde_window_range": (3, 11)}, "`sde_window_range` .*10 steps.* got 3 to 11"),
@@ -269,6 +279,10 @@ def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], message:
 def test_a_kernel_has_its_published_noise_level_by_default(kernel: KernelName, expected: Kernel) -> None:
     assert FlowGRPO(ToyPolicy(), level_reward, kernel=kernel).kernel == expected
     assert MixGRPO(ToyPolicy(), level_reward, kernel=kernel).kernel == expected
+
+
+def test_a_single_step_can_be_trained_with_a_noise_level_of_its_own() -> None:
+    assert FlowGRPO(ToyPolicy(), level_reward, num_steps=1, timestep_fraction=1.0).num_trained_timesteps == 1
 
 
 def test_a_sample_starts_from_noise_of_its_own() -> None:

@@ -111,9 +111,10 @@ def test_the_means_that_ratios_are_centred_at_are_the_rollouts() -> None:
     torch.testing.assert_close(module.timestep_loss(moved), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_cps_is_refused_with_the_reason_and_the_remedy() -> None:
+@pytest.mark.parametrize("settings", [{"noise_level": 0.8}, {"timestep_fraction": 1.0}, {"noise_level": 2.0}])
+def test_cps_is_refused_first_with_the_reason_and_the_remedy(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="`kernel` must be flow, dance or wan with GRPOGuard, got cps.*take FlowGRPO"):
-        GRPOGuard(ToyPolicy(), level_reward, kernel="cps", noise_level=0.8)
+        GRPOGuard(ToyPolicy(), level_reward, kernel="cps", **settings)
 
 
 @pytest.mark.parametrize(

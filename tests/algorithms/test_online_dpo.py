@@ -34,6 +34,9 @@ def constant_reward(media: Tensor, prompts: PromptBatch) -> Tensor:
     return torch.tensor([float(len(text)) for text in prompts.texts])
 
 
+SEVERAL = SeveralRewards([level_reward, constant_reward], weights=[1.0, 3.0])
+
+
 def half_constant_reward(media: Tensor, prompts: PromptBatch) -> Tensor:
     """A preference for some prompts only."""
     return torch.where(torch.tensor([text == "low" for text in prompts.texts]), level_reward(media, prompts), 1.0)
@@ -83,16 +86,22 @@ def test_kept_rows_are_in_ascending_order_also_where_groups_alternate() -> None:
 
 
 def test_the_order_does_not_depend_on_the_clip_of_advantages() -> None:
-    rewards, groups = torch.arange(40.0).square(), torch.zeros(40, dtype=torch.int64)
-    for advantage_clip in (0.1, 5.0):
-        advantages = toy(OnlineDPO, group_size=40, advantage_clip=advantage_clip, **SMALL).advantages(rewards, groups)
-        assert (advantages.argmin(), advantages.argmax(), advantages.abs().sum()) == (0, 39, 2)
+    # Both are beyond 5 standard deviations, and the first is only the second best.
+    rewards, groups = torch.zeros(100), torch.zeros(100, dtype=torch.int64)
+    rewards[0], rewards[1] = 10.0, 11.0
+    for reward, given in ((level_reward, rewards), (SEVERAL, rewards[:, None].expand(-1, 2))):
+        assert toy(OnlineDPO, reward=reward, **SMALL).advantages(given, groups).argmax() == 1
 
 
 def test_of_several_rewards_the_sum_of_advantages_decides() -> None:
-    reward = SeveralRewards([level_reward, constant_reward], weights=[1.0, 3.0])
     rewards, groups = torch.tensor([[0.0, 1.0], [9.0, 0.0], [1.0, 2.0]]), torch.zeros(3, dtype=torch.int64)
-    assert toy(OnlineDPO, reward=reward, **SMALL).advantages(rewards, groups).tolist() == [0.0, -1.0, 1.0]
+    assert toy(OnlineDPO, reward=SEVERAL, **SMALL).advantages(rewards, groups).tolist() == [0.0, -1.0, 1.0]
+
+
+def test_with_several_rewards_the_std_counts_and_may_be_set() -> None:
+    settings: dict[str, Any] = {"reward": SEVERAL, "normalize_by_std": False, "advantage_ddof": 1, **SMALL}
+    rewards, groups = torch.tensor([[0.0, 1.0], [9.0, 0.0], [1.0, 2.0]]), torch.zeros(3, dtype=torch.int64)
+    assert toy(OnlineDPO, **settings).advantages(rewards, groups).tolist() == [-1.0, 1.0, 0.0]
 
 
 def test_loss_is_the_mean_over_pairs() -> None:
@@ -194,10 +203,24 @@ def test_trained_samples_are_two_of_each_group() -> None:
     [
         ({"beta": 0.0}, r"`beta` .* in \(0, inf\), got 0.0"),
         ({"beta": float("nan")}, "`beta` .* got nan"),
+        ({"normalize_by_std": False}, "`normalize_by_std` must be left at True .* got False: only the order"),
+        (
+            {"advantage_scope": "batch"},
+            "`advantage_scope` must be left at group with OnlineDPO, got batch: only the order",
+        ),
+        ({"advantage_ddof": 1}, "`advantage_ddof` must be left at 0 .* got 1: only the order"),
+        ({"advantage_eps": 0.1}, "`advantage_eps` must be left at 0.0001 .* got 0.1: only the order"),
+        ({"advantage_clip": 1.0}, "`advantage_clip` must be left at 5.0 .* got 1.0: only the order"),
+        ({"advantage_clip": 1.0, "reward": SEVERAL}, "`advantage_clip` must be left at 5.0 .* got 1.0: only the order"),
         ({"timestep_density": "normal"}, "`timestep_density` must be logit_normal or uniform, got 'normal'"),
         ({"num_trained_timesteps": 41}, r"`num_trained_timesteps` .* in \[1, 40\], got 41"),
     ],
 )
 def test_a_setting_outside_its_bounds_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        OnlineDPO(ToyPolicy(), level_reward, **settings)
+        OnlineDPO(ToyPolicy(), **{"reward": level_reward, **settings})
+
+
+def test_where_timesteps_come_from_cannot_be_set() -> None:
+    with pytest.raises(TypeError, match="timesteps_of"):
+        OnlineDPO(ToyPolicy(), level_reward, timesteps_of="sample")

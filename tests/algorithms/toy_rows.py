@@ -55,7 +55,7 @@ def final_latents_of(module: Any, policy: Any) -> Tensor:
     prompts = module.prompt_batch(["low", "top"], step=0)
     condition, sigmas = module.policy.encode(prompts.texts), module.policy.sigmas(module.num_steps)
     with torch.no_grad():
-        return module._solve(policy, prompts, condition, sigmas, module.solver)
+        return module._solve(policy, module.initial_latents(prompts), condition, sigmas, module.solver)
 
 
 class RewardRecorder(Callback):

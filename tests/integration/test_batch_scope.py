@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from digenrl import DisaggregatedStrategy
-from digenrl.algorithms import DGPO
+from digenrl.algorithms import DGPO, FlowGRPO
 from digenrl.rewards import SeveralRewards
+from digenrl.types import RowLosses
 from tests.algorithms.cases import make
 from tests.integration.toy_runs import fit, largest_difference, toy_data
 from tests.rewards.test_several import calm
@@ -85,3 +91,84 @@ def test_any_algorithm_may_wait_for_the_whole_step() -> None:
     _, _, ours = fit(strategy, module=module(), max_steps=2, data=toy_data())
     _, _, theirs = fit("auto", module=module(), max_steps=2, data=toy_data())
     assert largest_difference(ours, theirs) <= 1e-5
+
+
+def test_an_algorithm_with_advantages_of_its_own_is_refused_where_they_would_be_left_out() -> None:
+    class Positive(FlowGRPO):
+        def advantages(self, rewards: Any, group_ids: Any) -> Any:
+            return super().advantages(rewards, group_ids).clamp(min=0)
+
+    module = Positive(ToyPolicy(), level_reward, group_size=4, num_steps=5, advantage_scope="batch")
+    with pytest.raises(ValueError, match="`groups_per_micro_batch: all` with Positive: it defines `advantages`"):
+        fit(streamed(), module=module)
+
+
+def test_metrics_of_rollouts_survive_a_step_that_is_trained_again() -> None:
+    class Tracking(FlowGRPO):
+        def rollout(self, prompts: Any) -> Any:
+            self.track("rollouts/one", torch.ones(len(prompts)))
+            return super().rollout(prompts)
+
+    settings: dict[str, Any] = {"advantage_scope": "batch", "advantage_clip": 0.5, "group_size": 4, "num_steps": 5}
+    trainer, _, _ = fit(streamed(), module=Tracking(ToyPolicy(), level_reward, **settings))
+    assert trainer.callback_metrics["rollouts/one"].item() == 1.0
+
+
+def test_a_regularizer_without_gradient_is_no_error() -> None:
+    class Constant(FlowGRPO):
+        def timestep_loss(self, batch: Any) -> Any:
+            losses = super().timestep_loss(batch)
+            return RowLosses(losses, torch.ones_like(losses))
+
+    settings: dict[str, Any] = {"advantage_scope": "batch", "group_size": 4, "num_steps": 5, "lr": 1e-3, "seed": 0}
+    _, _, ours = fit(streamed(), module=Constant(ToyPolicy(), level_reward, **settings))
+    _, _, theirs = fit("auto", module=Constant(ToyPolicy(), level_reward, **settings))
+    assert largest_difference(ours, theirs) <= 1e-5
+
+
+DATA_PARALLEL = """
+import os
+import sys
+import torch
+from digenrl import Prompt
+from tests.algorithms.cases import make
+from tests.integration.toy_runs import fit
+from tests.toy import WORDS
+
+class Batches:
+    def __init__(self, prompts):
+        self.prompts = prompts
+
+    def __iter__(self):
+        return iter([self.prompts] * 2)
+
+if __name__ == "__main__":
+    ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    share = len(WORDS) // ranks
+    prompts = [Prompt(word, uid) for uid, word in enumerate(WORDS)][rank * share : (rank + 1) * share]
+    module = make("FlowGRPO-batch", lr=1e-2)
+    strategy, devices = ("ddp", ranks) if ranks > 1 else ("auto", 1)
+    _, _, weights = fit(strategy, module=module, data=Batches(prompts), devices=devices, max_steps=2)
+    if rank == 0:
+        torch.save(weights, sys.argv[1])
+"""
+
+
+def test_data_parallel_ranks_share_the_std_of_the_whole_step(tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(DATA_PARALLEL)
+
+    def run(ranks: int) -> dict[str, torch.Tensor]:
+        port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29641", "TORCHELASTIC_RUN_ID": "test"}
+        processes = []
+        for rank in range(ranks):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
+            env = {**os.environ, "PYTHONPATH": os.getcwd(), "LOCAL_WORLD_SIZE": str(ranks), **port, **place}
+            env = env if ranks > 1 else {**os.environ, "PYTHONPATH": os.getcwd()}
+            command = [sys.executable, str(script), str(tmp_path / f"{ranks}.pt")]
+            processes.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL))
+        assert [process.wait(timeout=120) for process in processes] == [0] * ranks
+        weights: dict[str, torch.Tensor] = torch.load(tmp_path / f"{ranks}.pt")
+        return weights
+
+    assert largest_difference(run(2), run(1)) <= 1e-5

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from digenrl.averaging import ConstantDecay, EveryNth, NoUpdates
 from digenrl.policies import WeightCopy
-from tests.toy import ToyPolicy, toy_module
+from tests.toy import ToyCondition, ToyPolicy, toy_module
 
 
 def built_policy(seed: int = 0) -> ToyPolicy:
@@ -110,3 +110,18 @@ def test_generators_receive_the_copies_that_rollouts_need_and_no_others() -> Non
     assert "weight_copies.rollout.weights.output.bias" in names
     assert "weight_copies.rollout.num_steps" in names
     assert not any(name.startswith("weight_copies.reference") for name in names)
+
+
+def test_an_average_of_weights_in_half_precision_moves() -> None:
+    policy = built_policy().to(torch.bfloat16)
+    copy = WeightCopy(policy, ConstantDecay(0.999))
+    start = copy.weights.get_buffer("output.bias").clone()
+    move(policy, 1.0)
+    for _ in range(100):
+        copy.update()
+    moved = copy.weights.get_buffer("output.bias") - start
+    torch.testing.assert_close(moved, torch.full_like(moved, 1 - 0.999**100), rtol=2e-2, atol=0)
+    latents, sigma, condition = rows()
+    level = condition.level.to(torch.bfloat16)  # type: ignore[attr-defined]
+    velocity = copy(latents.to(torch.bfloat16), sigma.to(torch.bfloat16), ToyCondition(level))
+    assert velocity.dtype == torch.bfloat16

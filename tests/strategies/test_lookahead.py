@@ -229,3 +229,24 @@ def test_a_stream_without_a_length_is_read_and_resumed() -> None:
     resumed = LookaheadLoader(Stream())
     resumed.load_state_dict(loader.state_dict())
     assert list(resumed) == [2, 3, 4]
+
+
+def test_an_epoch_that_is_asked_for_twice_before_its_first_batch_is_one_epoch() -> None:
+    loader = LookaheadLoader(prompt_loader())
+    iter(loader)
+    assert list(loader) == list(prompt_loader().batches(0))
+    assert list(loader) == list(prompt_loader().batches(1))
+
+
+def test_a_resume_that_is_asked_for_twice_skips_what_was_committed() -> None:
+    loader = LookaheadLoader(prompt_loader())
+    next(committed_batches(loader))
+    resumed = LookaheadLoader(prompt_loader())
+    resumed.load_state_dict(loader.state_dict())
+    iter(resumed)
+    assert list(resumed) == list(prompt_loader().batches(0))[1:]
+
+
+def test_a_loader_may_have_no_length() -> None:
+    assert LookaheadLoader(unshuffled_list()).has_length
+    assert not LookaheadLoader(iter([[0], [1]])).has_length

@@ -1,6 +1,6 @@
 """Weight planes carry new weights from trainers to generators."""
 
-from digenrl.strategies.weight_planes.plane import WeightPlane, WeightSyncError, weights_digest
+from digenrl.strategies.weight_planes.plane import WeightPlane, WeightSyncError, WrittenWeights, weights_digest
 from digenrl.strategies.weight_planes.shared_memory import ArenaLayout, SharedMemoryPlane, WeightArena
 
 __all__ = [
@@ -9,5 +9,6 @@ __all__ = [
     "WeightArena",
     "WeightPlane",
     "WeightSyncError",
+    "WrittenWeights",
     "weights_digest",
 ]

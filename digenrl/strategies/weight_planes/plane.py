@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 import torch
@@ -51,6 +52,16 @@ class WeightPlane(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release the transfer's memory."""
+
+
+@dataclass(frozen=True)
+class WrittenWeights:
+    """What a trainer has written for the generators."""
+
+    digest: str
+    """Of all that was written."""
+    trained_digest: str
+    """Of the trained weights alone: copies of them change even where the optimizer changes nothing."""
 
 
 def weights_digest(named_tensors: Iterable[tuple[str, Tensor]]) -> str:

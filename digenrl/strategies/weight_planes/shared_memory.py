@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from digenrl.engines import Engine, Task
-from digenrl.strategies.weight_planes.plane import WeightPlane, WeightSyncError
+from digenrl.strategies.weight_planes.plane import WeightPlane, WeightSyncError, WrittenWeights
 
 _NUM_SLOTS = 2  # the version generators may still be reading, and the one being written
 _ALIGNMENT = 64  # bytes
@@ -82,6 +82,7 @@ class SharedMemoryPlane(WeightPlane):
         self._fds: list[int] = []
         self._readers: list[list[Task]] = [[] for _ in range(_NUM_SLOTS)]
         self._digest: str | None = None
+        self._trained_digest: str | None = None
         self._version: int | None = None
 
     def setup(self, trainers: Sequence[str], generators: Sequence[str]) -> None:
@@ -106,19 +107,18 @@ class SharedMemoryPlane(WeightPlane):
         slot = version % _NUM_SLOTS
         self._engine.gather(self._readers[slot])
         self._readers[slot] = []
-        digests = self._engine.gather(
+        written: list[WrittenWeights] = self._engine.gather(
             [self._engine.submit(trainer, "write_weights", slot) for trainer in self._trainers]
         )
-        if len(set(digests)) != 1:
-            raise WeightSyncError(
-                f"the trainers' weights differ at version {version}: {dict(zip(self._trainers, digests, strict=True))}."
-            )
-        if must_change and digests[0] == self._digest:
+        if len(set(written)) != 1:
+            digests = {trainer: entry.digest for trainer, entry in zip(self._trainers, written, strict=True)}
+            raise WeightSyncError(f"the trainers' weights differ at version {version}: {digests}.")
+        if must_change and written[0].trained_digest == self._trained_digest:
             raise WeightSyncError(
                 f"version {version} has the very weights of version {version - 1} although the gradient was not "
                 "zero: the optimizer does not hold the policy's parameters, or its step is below their resolution."
             )
-        self._digest, self._version = digests[0], version
+        self._digest, self._trained_digest, self._version = written[0].digest, written[0].trained_digest, version
 
     def load(self, generator: str, version: int) -> Task:
         """Queue the load; it is checked against the digest of what was written."""

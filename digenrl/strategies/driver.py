@@ -153,7 +153,7 @@ class StepDriver:
             book.rewards,
             book.advantages,
             book.gradient_scale,
-            book.loss_sum / book.plan.num_rows,
+            (book.gradient_scale * book.loss_sum + book.regularizer_sum) / book.plan.num_rows,
             book.take_metrics(),
             book.finish.num_stale_samples,
             book.finish.num_assisted,
@@ -286,7 +286,7 @@ class StepDriver:
                 "(said once); with `groups_per_micro_batch: all` steps wait for all rewards instead.",
                 book.plan.prompts.step,
             )
-        book.loss_sum, book.update_metrics = 0.0, MetricAccumulator()
+        book.loss_sum, book.regularizer_sum, book.update_metrics = 0.0, 0.0, MetricAccumulator()
         self._wait_for([self._engine.submit(trainer, "discard_gradient") for trainer in self._pool.trainers], poll)
         for micro_batch in book.plan.micro_batches:
             tasks = {trainer: self._send_update(trainer, micro_batch, book) for trainer in self._pool.trainers}
@@ -346,6 +346,7 @@ class StepDriver:
 
     def _on_update_report(self, trainer: str, book: _StepBook, micro_batch: MicroBatch, report: UpdateReport) -> float:
         book.loss_sum += report.loss_sum
+        book.regularizer_sum += report.regularizer_sum
         book.update_metrics.join(report.metrics)
         self._spans.append(WorkerSpan(trainer, "update", str(micro_batch), report.span))
         return report.switch_s
@@ -403,6 +404,7 @@ class _StepBook:
     trajectories: dict[Slice, ObjectRef] = field(default_factory=dict)
     unreported_ranks: dict[MicroBatch, dict[str, float | None]] = field(default_factory=dict)
     loss_sum: float = 0.0
+    regularizer_sum: float = 0.0
     metrics: MetricAccumulator = field(default_factory=MetricAccumulator)
     """Of rollouts and scores."""
     update_metrics: MetricAccumulator = field(default_factory=MetricAccumulator)

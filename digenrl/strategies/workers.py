@@ -89,7 +89,9 @@ class UpdateReport:
     """A micro-batch's gradient was accumulated."""
 
     loss_sum: float
-    """Sum of the unreduced losses of this rank's rows."""
+    """Sum of the unreduced losses of this rank's rows, without the regularizer."""
+    regularizer_sum: float
+    """Sum of the rows' `RowLosses.regularizer`."""
     metrics: Mapping[str, MetricValue]
     switch_s: float
     """Seconds spent on bringing the training state back."""
@@ -288,15 +290,19 @@ class Worker:
         scored = self._share(self._module.trained_samples(whole)).to(self._device)
         timesteps = self._module.select_timesteps(scored.trajectory.prompts)
         num_columns = timestep_batch_size or timesteps.shape[1]
-        loss_sum = 0.0
+        loss_sum, regularizer_sum = 0.0, 0.0
         for first_column in range(0, timesteps.shape[1], num_columns):
             batch = scored.timestep_batch(
                 timesteps[:, first_column : first_column + num_columns], first_column=first_column
             )
             with self._autocast():
                 losses = self._module.timestep_loss(batch)
-            loss_sum += self._backward(losses, len(batch), num_rows=num_rows, keeps_parts_apart=keeps_parts_apart)
-        return UpdateReport(loss_sum, self._module.take_metrics(), switch_s, Span(start_s, time.monotonic()))
+            sums = self._backward(losses, len(batch), num_rows=num_rows, keeps_parts_apart=keeps_parts_apart)
+            loss_sum += sums[0]
+            regularizer_sum += sum(sums[1:])
+        return UpdateReport(
+            loss_sum, regularizer_sum, self._module.take_metrics(), switch_s, Span(start_s, time.monotonic())
+        )
 
     def _share(self, scored: ScoredBatch) -> ScoredBatch:
         """Give this rank's rows."""
@@ -307,8 +313,8 @@ class Worker:
 
     def _backward(
         self, losses: Tensor | RowLosses, num_losses: int, *, num_rows: int, keeps_parts_apart: bool
-    ) -> float:
-        """Accumulate the gradient of a chunk's losses; returns their sum."""
+    ) -> list[float]:
+        """Accumulate the gradient of a chunk's losses; returns the sum of each part."""
         parts = (losses,) if isinstance(losses, Tensor) else (losses.policy, losses.regularizer)
         for part in parts:
             if part.shape != (num_losses,):
@@ -322,7 +328,7 @@ class Worker:
             (sums[0] / num_rows).backward()
         else:
             (torch.stack(sums).sum() / num_rows).backward()
-        return sum(part.item() for part in sums)
+        return [part.item() for part in sums]
 
     def _accumulate_regularizer(self, loss: Tensor) -> None:
         parameters = self._trained_parameters()

@@ -33,6 +33,15 @@ def test_logged_advantages_are_those_of_the_whole_step() -> None:
     assert sizes[0] == pytest.approx(sizes[1])
 
 
+@pytest.mark.parametrize("case", ["FlowGRPO-batch", "FlowGRPO-batch-KL", "FlowGRPO-batch-clipped"])
+def test_the_logged_loss_is_that_of_the_whole_steps_advantages(case: str) -> None:
+    # After a step, so that the KL divergence is not 0.
+    ours, _, _ = fit(streamed(), module=make(case, lr=1e-2), max_steps=2)
+    theirs, _, _ = fit("auto", module=make(case, lr=1e-2), max_steps=2)
+    losses = [trainer.callback_metrics["loss"].item() for trainer in (ours, theirs)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3, abs=1e-6)
+
+
 def test_gradient_clipping_sees_the_scaled_gradient() -> None:
     settings: dict[str, Any] = {"gradient_clip_val": 1e-3, "max_steps": 3}
     ours, _, our_weights = fit(streamed(), module=make("FlowGRPO-batch-KL"), **settings)

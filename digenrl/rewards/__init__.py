@@ -1,6 +1,31 @@
 """Rewards: what a sample is worth."""
 
-from digenrl.rewards.reward import JoinedReward, Reward, RewardError, compute_rewards, reward_name
+from digenrl.rewards.frames import FrameReward
+from digenrl.rewards.reward import (
+    JoinedReward,
+    Reward,
+    RewardError,
+    RewardTraits,
+    check_columns,
+    reward_name,
+    set_up_reward,
+)
+from digenrl.rewards.scoring import ErrorPolicy, RewardBatch, RewardFailure, compute_rewards, score_samples
 from digenrl.rewards.several import SeveralRewards
 
-__all__ = ["JoinedReward", "Reward", "RewardError", "SeveralRewards", "compute_rewards", "reward_name"]
+__all__ = [
+    "ErrorPolicy",
+    "FrameReward",
+    "JoinedReward",
+    "Reward",
+    "RewardBatch",
+    "RewardError",
+    "RewardFailure",
+    "RewardTraits",
+    "SeveralRewards",
+    "check_columns",
+    "compute_rewards",
+    "reward_name",
+    "score_samples",
+    "set_up_reward",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -54,21 +55,38 @@ def test_several_bad_values_are_counted_and_the_first_is_named(prompts: PromptBa
         compute_rewards(reward_that_returns(values), media(), prompts)
 
 
-@pytest.mark.parametrize("bad", [None, [1.0] * 16, 1.0, {"score": torch.zeros(16)}, [None] * 16])
+@pytest.mark.parametrize("bad", [None, 1.0, {"score": torch.zeros(16)}, "0.5"])
 def test_what_is_no_tensor_is_an_error_that_names_the_type(prompts: PromptBatch, bad: Any) -> None:
-    with pytest.raises(RewardError, match=f"`picky_reward` must return a tensor of 16.*{type(bad).__name__}"):
+    with pytest.raises(RewardError, match=f"`picky_reward` returned {type(bad).__name__} instead of a tensor of 16"):
         compute_rewards(reward_that_returns(bad), media(), prompts)
+
+
+@pytest.mark.parametrize("bad", [None, "0.5", 1j, float("nan")])
+def test_one_bad_entry_of_a_list_is_an_error_that_names_reward_and_prompt(prompts: PromptBatch, bad: Any) -> None:
+    values = [1.0] * 7 + [bad] + [1.0] * 8
+    with pytest.raises(RewardError, match=f"`picky_reward` returned {bad!r} for 1 of 16.*'prompt 7'"):
+        compute_rewards(reward_that_returns(values), media(), prompts)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array])
+def test_a_list_of_numbers_is_as_good_as_a_tensor(prompts: PromptBatch, kind: Any) -> None:
+    assert compute_rewards(reward_that_returns(kind([0.5] * 16)), media(), prompts).tolist() == [0.5] * 16
+
+
+def test_a_list_of_another_length_is_an_error_that_names_the_lengths(prompts: PromptBatch) -> None:
+    with pytest.raises(RewardError, match="`picky_reward` returned 15 values instead of 16.*'prompt 0'"):
+        compute_rewards(reward_that_returns([1.0] * 15), media(), prompts)
 
 
 @pytest.mark.parametrize("shape", [(), (15,), (17,), (16, 1), (1, 16), (0,)])
 def test_another_number_of_values_is_an_error_that_names_the_shape(prompts: PromptBatch, shape: Any) -> None:
-    with pytest.raises(RewardError, match=rf"`picky_reward`.*\[16\], got \[{', '.join(map(str, shape))}\]"):
+    with pytest.raises(RewardError, match=rf"`picky_reward`.* \[{', '.join(map(str, shape))}\] instead of \[16\]"):
         compute_rewards(reward_that_returns(torch.zeros(shape)), media(), prompts)
 
 
 def test_a_value_too_large_for_float32_is_an_error_and_not_a_silent_infinity(prompts: PromptBatch) -> None:
     values = torch.full((16,), 1e300, dtype=torch.float64)
-    with pytest.raises(RewardError, match="must be finite"):
+    with pytest.raises(RewardError, match="returned inf for 16 of 16"):
         compute_rewards(reward_that_returns(values), media(), prompts)
 
 
@@ -80,12 +98,15 @@ def test_rewards_of_any_type_become_float32_without_a_gradient(prompts: PromptBa
     assert not compute_rewards(BrightnessReward(), media(), prompts).requires_grad
 
 
-def test_an_error_of_the_reward_itself_is_raised_as_it_is(prompts: PromptBatch) -> None:
+def test_an_error_of_the_reward_itself_is_the_cause_of_one_that_names_reward_and_prompt(prompts: PromptBatch) -> None:
     def server_reward(media: Tensor, prompts: PromptBatch) -> Tensor:
         raise ConnectionRefusedError("port 8000")
 
-    with pytest.raises(ConnectionRefusedError, match="port 8000"):
+    with pytest.raises(
+        RewardError, match="`server_reward` raised ConnectionRefusedError: port 8000.*'prompt 0'"
+    ) as info:
         compute_rewards(server_reward, media(), prompts)
+    assert isinstance(info.value.__cause__, ConnectionRefusedError)
 
 
 def test_a_reward_sees_the_media_and_prompts_row_by_row() -> None:

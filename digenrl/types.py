@@ -256,6 +256,7 @@ class TimestepBatch:
     kernel: Kernel
     policy_version: int
     old_means: Tensor | None = None  # [N, ...]
+    is_kept: Tensor | None = None  # [N] bool: whether the row counts; None if all do
 
     def __len__(self) -> int:
         return len(self.final_latents)
@@ -271,12 +272,22 @@ class ScoredBatch:
     group_index: Tensor  # [B] number of the sample's group
     num_groups: int
     """Of the whole groups; a part may hold samples of fewer."""
+    is_kept: Tensor | None = None  # [B] bool: whether a reward was had for all of the sample's group; None if for all
 
     @classmethod
-    def of_groups(cls, trajectory: Trajectory, rewards: Tensor, advantages: Tensor) -> ScoredBatch:
-        """Number the groups of samples [B] that are whole groups."""
+    def of_groups(
+        cls, trajectory: Trajectory, rewards: Tensor, advantages: Tensor, is_kept: Tensor | None = None
+    ) -> ScoredBatch:
+        """Number the groups of samples [B] that are whole groups.
+
+        Rows of groups that are not kept go along, so that batches, ranks and what couples their rows stay as they were;
+        their rewards are 0 here and their losses do not count.
+        """
         groups, index = torch.unique(torch.tensor(trajectory.prompts.group_ids), return_inverse=True)
-        return cls(trajectory, rewards, advantages, index, len(groups))
+        if is_kept is None or is_kept.all():
+            return cls(trajectory, rewards, advantages, index, len(groups))
+        mask = is_kept if rewards.ndim == 1 else is_kept[:, None]
+        return cls(trajectory, torch.where(mask, rewards, 0.0), advantages, index, len(groups), is_kept)
 
     def select(self, rows: slice | Sequence[int]) -> ScoredBatch:
         """Take some of the samples; groups keep their numbers."""
@@ -287,6 +298,7 @@ class ScoredBatch:
             rewards=self.rewards[index],
             advantages=self.advantages[index],
             group_index=self.group_index[index],
+            is_kept=None if self.is_kept is None else self.is_kept[index],
         )
 
     def to(self, device: torch.device | str) -> ScoredBatch:
@@ -333,6 +345,7 @@ class ScoredBatch:
             kernel=trajectory.kernel,
             policy_version=trajectory.policy_version,
             old_means=recorded_rows(trajectory.old_means),
+            is_kept=None if self.is_kept is None else self.is_kept.to(device)[sample],
         )
 
     def _check_recorded(self, timesteps: Tensor) -> None:

@@ -101,7 +101,7 @@ class OnlineDPO(ForwardProcessModule):
         Of several rewards, the sum of the advantages decides. Of equal samples the first counts, and where all of a
         group are equal, all have 0.
         """
-        scores = rewards
+        scores = rewards = self.compared_rewards(rewards)
         if rewards.ndim == 2:
             scores = self.join_advantages(self.advantage_settings.compare(rewards, group_ids))
         pairs = preference_pairs(scores, group_ids)

@@ -20,7 +20,7 @@ from digenrl.functional.forward_process import (
     noised_latents,
     reward_probability,
 )
-from digenrl.functional.groups import GroupReduction, mean_per_group, sum_per_group
+from digenrl.functional.groups import GroupReduction, mean_per_group, rows_of_whole_groups, sum_per_group
 from digenrl.functional.preference import group_preference_loss, pair_loss, pair_preference_loss
 from digenrl.functional.rows import append_dims, mean_square
 from digenrl.functional.selection import best_of_n, preference_pairs
@@ -58,6 +58,7 @@ __all__ = [
     "per_reward_advantages",
     "preference_pairs",
     "reward_probability",
+    "rows_of_whole_groups",
     "sum_per_group",
     "weighted_sum",
     "zero_std_groups",

@@ -43,6 +43,19 @@ def mean_per_group(values: Tensor, group_index: Tensor) -> Tensor:
     return sum_per_group(values, group_index) / sum_per_group(torch.ones_like(values), group_index)
 
 
+def rows_of_whole_groups(is_good: Tensor, group_ids: Tensor) -> Tensor:
+    """Say which rows belong to groups all of whose rows are good.
+
+    Args:
+        is_good: [N] bool.
+        group_ids: [N] integers in any order.
+
+    Returns:
+        [N] bool.
+    """
+    return ~torch.isin(group_ids, group_ids[~is_good])
+
+
 def number_groups(values: Tensor, group_ids: Tensor | Sequence[int], *, name: str) -> tuple[Tensor, Tensor]:
     """Check values and ids that a user gave, and number the groups in the order of their ids.
 

@@ -9,15 +9,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
 
-from digenrl.functional import weighted_sum, zero_std_groups
+from digenrl.data import PromptData
+from digenrl.functional import weighted_sum
 from digenrl.metrics import MetricValue
 from digenrl.module.advantages import AdvantageSettings
 from digenrl.module.rollouts import Solver, check_guidance
-from digenrl.module.rows import RowHelpers
+from digenrl.module.scoring import Scoring, advantages_of_kept, sum_kept
 from digenrl.policies import DiffusionPolicy
-from digenrl.rewards import JoinedReward, Reward, compute_rewards, reward_name
+from digenrl.rewards import ErrorPolicy, OnRewardError, Reward, RewardError, RewardTraits, check_prompts
 from digenrl.types import Prompt, PromptBatch, RowLosses, ScoredBatch, TimestepBatch, Trajectory
 
 _CHECKPOINT_KEY = "digenrl"
@@ -43,7 +45,7 @@ class RemoteModule(Protocol):
         ...
 
 
-class DiffusionRLModule(RowHelpers, ABC):
+class DiffusionRLModule(Scoring, ABC):
     """A diffusion RL algorithm. A subclass is two methods: `rollout` and `timestep_loss`.
 
     Hooks, in the order one sample meets them: `rollout` makes a trajectory, `score` judges it, `advantages`
@@ -85,6 +87,8 @@ class DiffusionRLModule(RowHelpers, ABC):
         ema_interval: int = 8,
         validation_steps: int | None = None,
         validation_solver: Solver = "euler",
+        on_reward_error: OnRewardError = "retry",
+        reward_retries: int = 2,
         lr: float = 1e-4,
         weight_decay: float = 1e-4,
         seed: int | None = None,
@@ -112,6 +116,10 @@ class DiffusionRLModule(RowHelpers, ABC):
             ema_interval: optimizer steps from one update of that average to the next.
             validation_steps: denoising steps of validation samples; None takes `num_steps`.
             validation_solver: of the ODE for validation samples: `"euler"`, or `"dpm"` for DPM-Solver++ 2M.
+            on_reward_error: what is done about samples whose reward raises or is not finite: `"raise"` ends the run,
+                `"retry"` asks again first, `"drop_group"` asks again and then leaves the sample's whole group out of
+                the step; losses are then divided by the rows that are left.
+            reward_retries: how often a reward that failed is asked again; it waits 0.5 s, then twice as long each time.
             lr: learning rate of the default optimizer, AdamW.
             weight_decay: its weight decay.
             seed: fixes all noise; None takes the seed given to `seed_everything`, or 0. Saved in checkpoints.
@@ -119,7 +127,7 @@ class DiffusionRLModule(RowHelpers, ABC):
         Raises:
             ValueError: a setting outside its bounds.
         """
-        super().__init__()
+        super().__init__(reward)
         for name, value in {
             "group_size": group_size,
             "num_steps": num_steps,
@@ -138,8 +146,6 @@ class DiffusionRLModule(RowHelpers, ABC):
                 f"`timestep_fraction` is the trained share of {num_steps} steps and must be in [{1 / num_steps:g}, 1], "
                 f"got {timestep_fraction}."
             )
-        if not callable(reward):
-            raise ValueError(f"`reward` must be callable as reward(media, prompts), got {reward!r}.")
         if not isinstance(policy, DiffusionPolicy):
             raise ValueError(f"`policy` must be a `DiffusionPolicy`, got {policy!r}.")
         if guidance_rescale not in ("none", "norm"):
@@ -154,7 +160,7 @@ class DiffusionRLModule(RowHelpers, ABC):
         # Submodules and callables are not hyper-parameters: loggers would print them, checkpoints pickle them.
         self.save_hyperparameters(ignore=["policy", "reward"])
         self.policy = policy
-        self._reward = (reward,)  # in a tuple, so that a reward's own network is not taken for a part of the module
+        self.reward_errors = ErrorPolicy(on_error=on_reward_error, num_retries=reward_retries)
         self.group_size = group_size
         self.num_steps = num_steps
         self.num_trained_timesteps = math.floor(num_steps * timestep_fraction + 1e-9)
@@ -180,11 +186,6 @@ class DiffusionRLModule(RowHelpers, ABC):
         self._remote: RemoteModule | None = None
         self._add_usual_copies(updates_per_rollout=updates_per_rollout, ema_decay=ema_decay, ema_interval=ema_interval)
 
-    @property
-    def reward(self) -> Reward:
-        """What a sample is worth."""
-        return self._reward[0]
-
     # ---- the two methods of an algorithm -------------------------------------------------------------------
 
     @abstractmethod
@@ -201,6 +202,8 @@ class DiffusionRLModule(RowHelpers, ABC):
         """Build the policy, once per process, from the same random state everywhere."""
         if self._is_built:
             return
+        if self._trainer is not None:
+            self.check_data(self._trainer)
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
             self.policy.build()
@@ -208,14 +211,18 @@ class DiffusionRLModule(RowHelpers, ABC):
         self._is_built = True
 
     def score(self, trajectory: Trajectory) -> Tensor:
-        """Decode the samples and ask the reward, [B] float32, or [B, R] of R rewards. Called under `torch.no_grad`."""
-        return compute_rewards(self.reward, self.policy.decode(trajectory.final_latents), trajectory.prompts)
+        """Decode the samples and ask the reward, [B] float32, or [B, R] of R rewards; see `ask_reward`.
+
+        Called under `torch.no_grad`.
+        """
+        return self.ask_reward(self.policy.decode(trajectory.final_latents), trajectory.prompts)
 
     def advantages(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
         """Compare each reward with its group: rewards [B] and group ids [B] of whole groups to advantages [B].
 
-        Of several rewards, [B, R], each is compared with its own kind; see `join_advantages`.
+        Of several rewards, [B, R], each is compared with its own kind, see `join_advantages`, or their sum is.
         """
+        rewards = self.compared_rewards(rewards)
         advantages = self.advantage_settings.compare(rewards, group_ids)
         return self.advantage_settings.clamp(advantages if rewards.ndim == 1 else self.join_advantages(advantages))
 
@@ -269,8 +276,33 @@ class DiffusionRLModule(RowHelpers, ABC):
 
     # ---- Lightning -----------------------------------------------------------------------------------------
 
-    def training_step(self, batch: Sequence[Prompt | str], batch_idx: int) -> Tensor:
-        """Run one whole RL step in this process; `DisaggregatedStrategy` runs the same hooks on its workers."""
+    def check_data(self, trainer: Trainer) -> None:
+        """Check that the reward can score the prompts, before anything is generated.
+
+        Raises:
+            ValueError: it cannot, or groups cannot be whole where it needs them so.
+        """
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if isinstance(data, PromptData):
+            check_prompts(self.reward, data.prompts, name="prompts")
+            check_prompts(self.reward, data.validation_prompts, name="validation_prompts")
+            samples, size = data.validation_samples_per_prompt, data.validation_batch_size
+            if RewardTraits.of(self.reward).groupwise and data.validation_prompts and size % samples != 0:
+                raise ValueError(
+                    f"`validation_batch_size` must be a multiple of `validation_samples_per_prompt` {samples}, got "
+                    f"{size}: the reward compares the samples of a prompt and needs all of them."
+                )
+        if trainer.world_size > 1 and self.reward_errors.on_error == "drop_group":
+            raise ValueError(
+                f"`on_reward_error` must be raise or retry on {trainer.world_size} ranks of a data-parallel strategy, "
+                "got drop_group: `DisaggregatedStrategy` drops groups with any number of trainers."
+            )
+
+    def training_step(self, batch: Sequence[Prompt | str], batch_idx: int) -> Tensor | None:
+        """Run one whole RL step in this process; `DisaggregatedStrategy` runs the same hooks on its workers.
+
+        None, by which Lightning leaves the weights alone, where the reward has failed for all groups.
+        """
         prompts = self.prompt_batch(batch)
         with torch.no_grad():
             trajectory = self.rollout(prompts)
@@ -278,22 +310,28 @@ class DiffusionRLModule(RowHelpers, ABC):
         # Weights that autocast has cached under `no_grad` would be taken again below, without a gradient.
         torch.clear_autocast_cache()
         group_ids = torch.tensor(prompts.group_ids)
-        advantages = self._advantages_over_ranks(rewards, group_ids)
-        scored = self.trained_samples(ScoredBatch.of_groups(trajectory, rewards, advantages))
-        timesteps = self.select_timesteps(scored.trajectory.prompts)
-        losses = [
-            total_loss(self.timestep_loss(scored.timestep_batch(timesteps[:, [column]], first_column=column)))
-            for column in range(timesteps.shape[1])
-        ]
-        loss = torch.stack(losses).sum() / self.num_rows(prompts)
-        self.log_step(prompts, rewards, advantages, loss.item(), self.take_metrics())
+        is_kept = self.kept_rows(rewards, group_ids)
+        advantages = self._advantages_over_ranks(rewards, is_kept, group_ids)
+        num_groups, num_kept = len(prompts) // self.group_size, len(group_ids[is_kept].unique())
         self.next_step += 1
+        self.note_dropped_groups(num_groups - num_kept, num_groups)
+        if num_kept == 0:
+            self.log_step(prompts, rewards, advantages, 0.0, self.take_metrics())
+            return None
+        scored = self.trained_samples(ScoredBatch.of_groups(trajectory, rewards, advantages, is_kept))
+        timesteps = self.select_timesteps(scored.trajectory.prompts)
+        rows = (
+            scored.timestep_batch(timesteps[:, [column]], first_column=column) for column in range(timesteps.shape[1])
+        )
+        losses = [total_loss(self.timestep_loss(batch), batch.is_kept) for batch in rows]
+        loss = torch.stack(losses).sum() / self.num_rows(prompts) * (num_groups / num_kept)
+        self.log_step(prompts, rewards, advantages, loss.item(), self.take_metrics())
         return loss
 
-    def _advantages_over_ranks(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
+    def _advantages_over_ranks(self, rewards: Tensor, is_kept: Tensor, group_ids: Tensor) -> Tensor:
         """Compare the rewards; where the std is the whole step's, with those of the other data-parallel ranks."""
         if not self.advantage_settings.need_batch_std or self.trainer.world_size == 1:
-            return self.advantages(rewards, group_ids)
+            return advantages_of_kept(rewards, is_kept, group_ids, self.advantages)
 
         def gather(values: Tensor) -> Tensor:
             gathered = self.all_gather(values.to(self.device))
@@ -324,6 +362,7 @@ class DiffusionRLModule(RowHelpers, ABC):
         Under data-parallel strategies a rank's groups are numbered after those of the ranks before it.
         """
         prompts = as_prompts(batch)
+        check_prompts(self.reward, prompts)
         return PromptBatch.for_step(
             prompts,
             step=self.next_step if step is None else step,
@@ -340,18 +379,31 @@ class DiffusionRLModule(RowHelpers, ABC):
         loss: float,
         tracked: Mapping[str, MetricValue],
     ) -> None:
-        """Log the metrics every algorithm has, and those of `track`."""
+        """Log the metrics every algorithm has, and those of `track`; groups that were dropped are only counted.
+
+        Args:
+            prompts: of B samples.
+            rewards: [B] or [B, R].
+            advantages: [B] or [B, R].
+            loss: mean over the step's rows.
+            tracked: metrics over rows.
+        """
         group_ids = torch.tensor(prompts.group_ids)
-        num_prompts = len(prompts) // self.group_size
+        is_kept = self.kept_rows(rewards, group_ids)
+        num_prompts = len(group_ids[is_kept].unique())
+        if self.reward_errors.on_error == "drop_group":
+            num_groups = len(prompts) // self.group_size
+            self.log("reward/dropped_groups", float(num_groups - num_prompts), batch_size=num_groups)
+        if num_prompts == 0:
+            return
+        rewards, advantages, group_ids = rewards[is_kept], advantages[is_kept], group_ids[is_kept]
         # Ranks of a data-parallel strategy hold different prompts.
         sync_dist = self.trainer.world_size > 1
-        totals = self.total_rewards(rewards)
-        mean = totals.mean()
+        mean = self.total_rewards(rewards).mean()
         self.log("reward/mean", mean, prog_bar=True, batch_size=num_prompts, sync_dist=sync_dist)
         self.log_dict(
             {
-                **{f"reward/{name}": column.mean() for name, column in self._named_rewards(rewards).items()},
-                "reward/zero_std_group_frac": zero_std_groups(totals, group_ids) / num_prompts,
+                **self.reward_metrics(rewards, group_ids),
                 "advantage/abs_mean": advantages.abs().mean(),
                 "loss": loss,
                 **{name: metric.value for name, metric in tracked.items()},
@@ -360,20 +412,6 @@ class DiffusionRLModule(RowHelpers, ABC):
             sync_dist=sync_dist,
         )
 
-    @property
-    def reward_weights(self) -> tuple[float, ...]:
-        """The weights of several rewards."""
-        return self.reward.weights if isinstance(self.reward, JoinedReward) else (1.0,)
-
-    def total_rewards(self, rewards: Tensor) -> Tensor:
-        """Add up several rewards [B, R] by their weights; one reward [B] is itself."""
-        return rewards if rewards.ndim == 1 else weighted_sum(rewards, self.reward_weights)
-
-    def _named_rewards(self, rewards: Tensor) -> dict[str, Tensor]:
-        if isinstance(self.reward, JoinedReward):
-            return dict(zip(self.reward.names, rewards.unbind(1), strict=True))
-        return {reward_name(self.reward): rewards}
-
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Leave prompts as they are: they are text, and Lightning would take a frozen dataclass for one to fill."""
         return batch
@@ -381,12 +419,18 @@ class DiffusionRLModule(RowHelpers, ABC):
     def validation_step(self, batch: Sequence[Prompt | str], batch_idx: int) -> None:
         """Score deterministic samples whose noise is the same in every validation."""
         prompts = PromptBatch.for_validation(as_prompts(batch, first_uid=batch_idx << 32), seed=self.seed)
-        rewards = compute_rewards(self.reward, self.sample(prompts), prompts)
+        check_prompts(self.reward, prompts.prompts)
+        rewards = self.total_rewards(self.ask_reward(self.sample(prompts), prompts))
+        scored = rewards[rewards.isfinite()]
+        if not len(scored):
+            raise RewardError(
+                f"the reward has failed for all {len(prompts)} validation samples: see the warnings above."
+            )
         self.log(
             "val/reward/mean",
-            self.total_rewards(rewards).mean(),
+            scored.mean(),
             prog_bar=True,
-            batch_size=len(prompts),
+            batch_size=len(scored),
             on_epoch=True,
             sync_dist=self._trainer is not None and self.trainer.world_size > 1,
         )
@@ -456,6 +500,6 @@ def as_prompts(batch: Sequence[Prompt | str], *, first_uid: int = 0) -> list[Pro
     return prompts
 
 
-def total_loss(losses: Tensor | RowLosses) -> Tensor:
-    """Add up the losses of all rows."""
-    return losses.sum() if isinstance(losses, Tensor) else (losses.policy + losses.regularizer).sum()
+def total_loss(losses: Tensor | RowLosses, is_kept: Tensor | None = None) -> Tensor:
+    """Add up the losses of all rows, or of those that are kept."""
+    return sum_kept(losses if isinstance(losses, Tensor) else losses.policy + losses.regularizer, is_kept)

@@ -16,8 +16,15 @@ Reward = Callable[[Tensor, PromptBatch], Tensor]
 """(media [B, (F), C, H, W] in [0, 1], prompts of B rows) -> one reward per sample, [B].
 
 A plain function, or an object with `__call__`. Workers receive a copy of the object, made before `setup`. An object may
-also have what `RewardTraits` lists, and a method `setup(device)`, called once in each worker that scores, before its
-first samples: the place to load weights and to look whether a server is there.
+also have what `RewardTraits` lists, and two methods:
+
+- `setup(device)`, called once in each worker that scores, before its first samples: the place to load weights and to
+  look whether a server is there;
+- `check_prompts(prompts)`, called before anything is generated, which raises `ValueError` for prompts that it could not
+  score.
+
+Where it asks about each sample by itself, it may return a list with an exception in place of a number: only that sample
+has failed then.
 """
 
 
@@ -112,13 +119,16 @@ def set_up_reward(reward: Reward, device: torch.device) -> None:
         raise RewardError(f"reward `{reward_name(reward)}` cannot be set up: {describe_error(error)}") from error
 
 
-def check_columns(reward: Reward, prompts: Sequence[Prompt], *, name: str = "prompts") -> None:
-    """Check that prompts have the metadata that a reward needs.
+def check_prompts(reward: Reward, prompts: Sequence[Prompt], *, name: str = "prompts") -> None:
+    """Check that a reward can score prompts: that they have the metadata it needs, and what it checks itself.
 
     Raises:
-        ValueError: a prompt lacks a column.
+        ValueError: a prompt lacks a column, or the reward says that it could not score it.
     """
     for part in reward.rewards if isinstance(reward, JoinedReward) else (reward,):
+        own_check = getattr(part, "check_prompts", None)
+        if own_check is not None:
+            own_check(prompts)
         for column in RewardTraits.of(part).requires:
             lacking = [prompt for prompt in prompts if column not in prompt.metadata]
             if lacking:

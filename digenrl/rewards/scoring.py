@@ -8,7 +8,7 @@ import numbers
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -37,7 +37,11 @@ class ErrorPolicy:
     """What is done about samples whose reward failed: it raised, or gave no finite number."""
 
     on_error: OnRewardError = "raise"
-    """`"retry"` asks again and raises at last, `"drop_group"` asks again and leaves the sample's group out at last."""
+    """`"retry"` asks again and raises at last, `"drop_group"` asks again and leaves the sample's group out at last.
+
+    A reward that raises does so for all samples it was asked about together. Before groups are dropped it is therefore
+    asked about each sample, or group, by itself the last time, so that only what cannot be scored is lost.
+    """
     num_retries: int = 2
     """How often it is asked again."""
     wait_s: float = 0.5
@@ -129,7 +133,9 @@ def _ask(reward: Reward, media: Tensor, prompts: PromptBatch, policy: ErrorPolic
                 *(name, reason, len(rows), len(prompts), wait_s, attempt, len(policy.waits_s) - 1),
             )
             time.sleep(wait_s)
-        answer = _ask_once(reward, media, prompts, rows, traits)
+        is_last = 0 < attempt == len(policy.waits_s) - 1
+        chunk_size = 1 if is_last and policy.on_error == "drop_group" else traits.batch_size
+        answer = _ask_once(reward, media, prompts, rows, replace(traits, batch_size=chunk_size))
         rewards[rows] = answer.rewards[rows]
         if not answer.reasons:
             return RewardBatch(rewards, (), num_retried)
@@ -176,10 +182,12 @@ def _ask_once(
                 continue
             for row, value in zip(chunk, values, strict=True):
                 number = _finite(value)
-                if number is None:
-                    answer.reasons[row] = f"returned {value!r}"
-                else:
+                if number is not None:
                     answer.rewards[row] = number
+                elif isinstance(value, Exception):  # of a reward that asks about each sample by itself
+                    answer.error, answer.reasons[row] = value, f"raised {describe_error(value)}"
+                else:
+                    answer.reasons[row] = f"returned {value!r}"
     return answer
 
 

@@ -65,7 +65,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Assisted:
-    """The trainer group has made and scored a micro-batch and is free."""
+    """The trainer group has made a micro-batch, scored it unless the run has reward workers, and is free."""
 
     micro_batch: MicroBatch
     switch_s: float = 0.0

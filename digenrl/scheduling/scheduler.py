@@ -47,7 +47,7 @@ class Scheduler:
 
     Trainers: they work on started steps only, in the order in which micro-batches become whole. Updates come before
     assistance, except where the assist plan says otherwise; the plan is made anew at every decision from the running
-    averages of this run's own durations.
+    averages of this run's own durations. What trainers make they score themselves, unless the run has reward workers.
 
     Invariants: each slice is made once and scored once, and each micro-batch updated once, after all its slices were
     scored (slices of a lost worker are made again); a worker has one task at a time; no generator idles while there is
@@ -93,6 +93,7 @@ class Scheduler:
         self._loaded_version = dict.fromkeys(generators, policy_version)  # or, while it loads, the version to come
         self._idle: dict[int, dict[str, None]] = {policy_version: dict.fromkeys(generators)}  # by loaded version
         self._reward_workers = set(reward_workers)
+        self._trainers_score = not reward_workers  # what they make; also when all reward workers are lost
         self._idle_reward_workers = deque(reward_workers)
         self._scorers: dict[Slice, str] = {}
         self._scoring_queue: deque[Slice] = deque()
@@ -192,10 +193,12 @@ class Scheduler:
         self._is_trainer_idle = True
         self._is_switched = kind == "assist"
         step = self._steps[event.micro_batch.step]
-        if kind == "assist":
-            step.mark_assisted(event.micro_batch)
-        else:
+        if kind == "update":
             step.mark_updated(event.micro_batch)
+        elif not self._trainers_score:
+            self._scoring_queue.extend(event.micro_batch.slices)
+        else:
+            step.mark_assisted(event.micro_batch)
 
     def _on_lost(self, worker: str) -> None:
         self._started_s.pop(worker, None)

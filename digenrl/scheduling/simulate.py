@@ -128,7 +128,7 @@ class Workload:
     score_s: float = 0.0
     """Seconds in which a generator or a reward worker scores a sample."""
     assist_s: float | None = None
-    """Seconds in which a trainer makes and scores a sample; None: as long as a generator, `generate_s + score_s`."""
+    """Seconds in which a trainer makes a sample, and scores it unless reward workers do; None: as a generator."""
     groups_per_micro_batch: int | Literal["all"] = 1
     """Groups that are generated, scored and trained as a unit; `all` trains only when the whole step is made."""
     generation_batch_size: int | None = None
@@ -187,10 +187,9 @@ class Workload:
         """Groups of a micro-batch."""
         return self.num_groups if self.groups_per_micro_batch == "all" else self.groups_per_micro_batch
 
-    @property
-    def assisted_sample_s(self) -> float:
-        """Seconds in which a trainer makes and scores a sample."""
-        return self.generate_s + self.score_s if self.assist_s is None else self.assist_s
+    def assisted_sample_s(self, *, scores: bool) -> float:
+        """Give the seconds in which a trainer makes a sample, and scores it if it does."""
+        return self.generate_s + self.score_s * scores if self.assist_s is None else self.assist_s
 
 
 @dataclass(frozen=True)
@@ -336,7 +335,7 @@ def simulate_colocated(
     busy_s, moving_s = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
     spans: list[SimulatedSpan] = []
     step_s: list[float] = []
-    work = _Work(workload, seed)
+    work = _Work(workload, seed, trainers_score=True)
     now_s = 0.0
 
     def spend(device: str, task: str, detail: str, start_s: float, seconds: float) -> float:
@@ -392,14 +391,14 @@ def fluid_bound_s(cluster: Cluster, workload: Workload, *, num_steps: int) -> fl
     """Give the best possible time of an infinitely divisible workload on these workers.
 
     Work is a fluid: samples are split at will, so that nobody waits for anything, calls cost nothing beside their
-    samples, loads and switches nothing at all, and no worker is lost. Trainers make and score a fraction x of the
-    samples, generators make the others (and score them, unless there are reward workers). With N steps of B samples,
+    samples, loads and switches nothing at all, and no worker is lost. Trainers make a fraction x of the samples,
+    generators the others, and both score what they made, unless there are reward workers. With N steps of B samples,
     generate, score, assist and update seconds g, s, a, u per sample, publication p and optimizer step o, generators of
     speeds v_i, T trainers of speed v and R reward workers, a run takes at least
 
         max( p + o + (1 - x) N B (g + s) / sum v_i,  N (p + o) + N B (u + x a) / (T v) )
 
-    seconds, and with reward workers (g + s) is g, and p + o + (1 - x) N B s / R counts as well. The bound is the least
+    seconds, and with reward workers (g + s) is g, and p + o + N B s / R counts as well. The bound is the least
     of it over x in [0, 1]. No policy can beat it: generators' work precedes the last optimizer step, all the rest is
     done by trainers, one task at a time. In a simulation with `jitter` the same is said of the drawn costs.
     """
@@ -410,7 +409,7 @@ def fluid_bound_s(cluster: Cluster, workload: Workload, *, num_steps: int) -> fl
         num_steps=num_steps,
         generate_s=num_samples * workload.generate_s,
         score_s=num_samples * workload.score_s,
-        assist_s=num_samples * workload.assisted_sample_s,
+        assist_s=num_samples * workload.assisted_sample_s(scores=not cluster.reward_workers),
         update_s=num_samples * workload.update_s,
     )
 
@@ -525,7 +524,8 @@ def divisors(number: int) -> list[int]:
 class _Work:
     """The drawn costs of steps, and their sums over all samples, in seconds on a worker of speed 1."""
 
-    def __init__(self, workload: Workload, seed: int) -> None:
+    def __init__(self, workload: Workload, seed: int, *, trainers_score: bool) -> None:
+        self._trainers_score = trainers_score
         self.generate_s = 0.0
         self.score_s = 0.0
         self.assist_s = 0.0
@@ -547,7 +547,7 @@ class _Work:
             making, updating = (factors[step].sum(0, work.num_samples) for factors in (self._making, self._updating))
         self.generate_s += making * work.generate_s
         self.score_s += making * work.score_s
-        self.assist_s += making * work.assisted_sample_s
+        self.assist_s += making * work.assisted_sample_s(scores=self._trainers_score)
         self.update_s += updating * work.update_s
 
     def making(self, part: Slice | MicroBatch) -> float:
@@ -613,7 +613,7 @@ class _Run:
         workers = (*self._speed, *cluster.trainer_names)
         self._busy_s, self._moving_s = dict.fromkeys(workers, 0.0), dict.fromkeys(workers, 0.0)
         self._trainers_busy_s = self._trainers_moving_s = 0.0
-        self._work = _Work(workload, seed)
+        self._work = _Work(workload, seed, trainers_score=not cluster.reward_workers)
         self._spans: list[SimulatedSpan] = []
         self._now_s = 0.0
         self._queue: list[tuple[float, int, Event | _Published | _Restarted, str]] = []
@@ -737,7 +737,7 @@ class _Run:
         micro_batch, work = action.micro_batch, self._workload
         switch_s = self._switch(to_generation=True)
         share = self._work.making(micro_batch) * self._largest_share(micro_batch)
-        seconds = work.assist_call_s + share * work.assisted_sample_s
+        seconds = work.assist_call_s + share * work.assisted_sample_s(scores=not self._cluster.reward_workers)
         end_s = self._spend("assist", micro_batch, self._now_s + switch_s, seconds / self._trainers_speed)
         self._push(end_s, Assisted(micro_batch, switch_s), "trainer")
 
@@ -835,16 +835,15 @@ def _fluid_bound(
     trainers_speed = cluster.trainers * cluster.trainer_speed
     fixed_s = num_steps * between_s + update_s / trainers_speed
     assist_all_s = assist_s / trainers_speed
-    made_s = [(generate_s + (0.0 if cluster.reward_workers else score_s)) / sum(cluster.speeds)]
-    if cluster.reward_workers:
-        made_s.append(score_s / cluster.reward_workers)
+    made_all_s = (generate_s + (0.0 if cluster.reward_workers else score_s)) / sum(cluster.speeds)
     bounds_s = [fixed_s]
-    for made_all_s in made_s:
+    if cluster.reward_workers:
+        bounds_s.append(between_s + score_s / cluster.reward_workers)
+    if made_all_s > 0:
         # Falling line between_s + (1 - x) made_all_s, rising line fixed_s + x assist_all_s.
-        if made_all_s > 0:
-            fraction = (between_s + made_all_s - fixed_s) / (made_all_s + assist_all_s)
-            fraction = min(max(fraction, 0.0), 1.0)
-            bounds_s.append(max(between_s + (1 - fraction) * made_all_s, fixed_s + fraction * assist_all_s))
+        fraction = (between_s + made_all_s - fixed_s) / (made_all_s + assist_all_s)
+        fraction = min(max(fraction, 0.0), 1.0)
+        bounds_s.append(max(between_s + (1 - fraction) * made_all_s, fixed_s + fraction * assist_all_s))
     return max(bounds_s)
 
 

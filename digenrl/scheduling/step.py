@@ -106,9 +106,7 @@ class StepWork:
     def take_micro_batch(self) -> MicroBatch:
         """Hand the last untouched micro-batch to the trainer."""
         self.num_assisted += 1
-        micro_batch = self.unassigned.pop()
-        self._unscored[micro_batch.index] = set()
-        return micro_batch
+        return self.unassigned.pop()
 
     def mark_scored(self, part: Slice) -> None:
         """Note a slice's rewards; a micro-batch that is whole now enters the update queue."""
@@ -119,6 +117,7 @@ class StepWork:
 
     def mark_assisted(self, micro_batch: MicroBatch) -> None:
         """Note that the trainer has made and scored a micro-batch."""
+        self._unscored[micro_batch.index].clear()
         self.update_queue.append(micro_batch)
 
     def mark_updated(self, micro_batch: MicroBatch) -> None:

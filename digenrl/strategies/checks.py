@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from digenrl.module import DiffusionRLModule
-from digenrl.rewards import JoinedReward
+from digenrl.rewards import JoinedReward, RewardTraits
 
 PRECISIONS = ("32-true", "bf16-mixed")
 """What workers can compute in."""
@@ -84,6 +84,7 @@ def check_algorithm(
     groups_per_micro_batch: int | Literal["all"],
     staleness: float,
     accumulate_grad_batches: int,
+    generation_batch_size: int | None,
 ) -> None:
     """Check what the algorithm was given against how the step is cut and overlapped.
 
@@ -97,6 +98,16 @@ def check_algorithm(
         raise ValueError(
             f"`updates_per_rollout` must be 1 with `{name}` {value}, got {module.updates_per_rollout}: its later steps "
             "overlap with the rollout already."
+        )
+    if module.reward_errors.on_error == "drop_group" and accumulate_grad_batches > 1:
+        raise ValueError(
+            f"`on_reward_error` must be raise or retry with `accumulate_grad_batches` {accumulate_grad_batches}, got "
+            "drop_group: gradients of batches of which different numbers of rows are left are added up."
+        )
+    if RewardTraits.of(module.reward).groupwise and (generation_batch_size or module.group_size) < module.group_size:
+        raise ValueError(
+            f"`generation_batch_size` must be at least the `group_size` {module.group_size}, got "
+            f"{generation_batch_size}: the reward compares the samples of a group, so one worker makes all of them."
         )
     if not module.advantage_settings.need_batch_std or groups_per_micro_batch == "all":
         return

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from digenrl.data import PromptData
 from digenrl.engines import Engine, InlineEngine, LocalEngine
-from digenrl.module import DiffusionRLModule
+from digenrl.module import DiffusionRLModule, as_prompts
+from digenrl.rewards import RewardTraits
 from digenrl.scheduling import Scheduler, SchedulingPolicy, cut_step
 from digenrl.scheduling.profile import Profile
 from digenrl.strategies import skeleton
@@ -149,7 +150,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         self._has_failed = False
         self._num_groups = 0
         self._unlogged: StepResult | None = None
-        self._gradient_scale = 1.0
+        self._scales = (1.0, 1.0)  # of the policy's gradient, and of all of it
         self._round_origin: int | None = None  # the step at which the sampler's count of steps was 0
         self._window = StepWindow()
         self._step_metrics: dict[str, float] = {}
@@ -259,7 +260,9 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             groups_per_micro_batch=self.groups_per_micro_batch,
             staleness=self.scheduling_policy.staleness,
             accumulate_grad_batches=num_accumulated,
+            generation_batch_size=self.generation_batch_size,
         )
+        self.module.check_data(trainer)
         if isinstance(trainer.datamodule, PromptData):  # type: ignore[attr-defined]
             self._micro_batch_groups(trainer.datamodule.prompts_per_step)  # type: ignore[attr-defined]
 
@@ -309,12 +312,19 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         loss = result.loss * trainer.accumulate_grad_batches
         # Where an optimizer step follows, trainers make it while this process logs.
         self._unlogged = result
-        self._gradient_scale = result.gradient_scale
+        self._scales = result.gradient_scale, result.row_scale
+        self._note_dropped(result)
         if trainer.accumulate_grad_batches > 1:
             self._log_result()
         module.next_step += 1
         self._window.add(len(prompts))
         return torch.tensor(loss)
+
+    def _note_dropped(self, result: StepResult) -> None:
+        groups = torch.tensor(result.prompts.group_ids)
+        num_kept = len(groups[self.module.kept_rows(result.rewards, groups)].unique())
+        num_groups = len(result.prompts) // self.module.group_size
+        self.module.note_dropped_groups(num_groups - num_kept, num_groups)
 
     def _log_result(self) -> None:
         """Log what is known of the newest step, once."""
@@ -342,6 +352,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             groups_per_micro_batch=self._micro_batch_groups(num_groups),
             num_generators=self.generators,
             generation_batch_size=self.generation_batch_size,
+            keeps_groups_whole=RewardTraits.of(module.reward).groupwise,
         )
         return StepPlan(
             prompts,
@@ -430,7 +441,11 @@ class DisaggregatedStrategy(SingleProcessStrategy):
 
     def _evaluate(self, hook: str, batch: Any, *args: Any) -> None:
         self._pause()
-        for num_samples, call in self.pool.evaluate(hook, batch, *args):
+        units = None
+        if RewardTraits.of(self.module.reward).groupwise:
+            uids = [prompt.uid for prompt in as_prompts(batch)]
+            units = [row for row in range(len(uids) + 1) if row in (0, len(uids)) or uids[row] != uids[row - 1]]
+        for num_samples, call in self.pool.evaluate(hook, batch, *args, units=units):
             self.module.log(call.name, call.value, **{"batch_size": num_samples, **call.kwargs})
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -445,17 +460,23 @@ class DisaggregatedStrategy(SingleProcessStrategy):
 
     def _step_trainers(self, optimizer: Optimizer) -> None:
         assert self._driver is not None
-        settings = hyper_parameters(optimizer)
-        stepping = self.pool.optimizer_step(settings, *self.precision_plugin.take_clipping(), self._gradient_scale)
-        self._log_result()
-        reports = self.pool.gather(stepping)
+        settings, clipping = hyper_parameters(optimizer), self.precision_plugin.take_clipping()
+        reports: dict[str, StepReport] = {}
+        if self._scales[1] > 0:
+            stepping = self.pool.optimizer_step(settings, *clipping, *self._scales)
+            self._log_result()
+            reports = self.pool.gather(stepping)
+        else:
+            self.pool.skip_step()
+            self._log_result()
         self.policy_version += 1
-        norm = next(iter(reports.values())).gradient_norm
+        norm = next(iter(reports.values())).gradient_norm if reports else 0.0
         stepped_s = time.monotonic()
         self.pool.publish(self.policy_version, must_change=norm > 0 and any(group["lr"] > 0 for group in settings))
         sync = Span(stepped_s, time.monotonic())
         self._driver.durations.observe("publish", sync.seconds)
-        self._driver.durations.observe("optimizer", max(report.span.seconds for report in reports.values()))
+        if reports:
+            self._driver.durations.observe("optimizer", max(report.span.seconds for report in reports.values()))
         self._driver.announce_weights(self.policy_version)
         for loader in self._loaders:
             loader.commit(self._window.num_batches)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from digenrl.engines import Engine, ObjectRef, Task
 from digenrl.metrics import MetricAccumulator, MetricValue
-from digenrl.module import DiffusionRLModule
+from digenrl.module import DiffusionRLModule, advantages_of_kept
 from digenrl.scheduling import (
     Action,
     Assist,
@@ -82,6 +82,8 @@ class StepResult:
     advantages: Tensor  # [B] or [B, R]
     gradient_scale: float
     """What the accumulated gradient of the policy is to be multiplied by."""
+    row_scale: float
+    """What all of the gradient is to be multiplied by, since groups were dropped; 0 if none is left."""
     loss: float
     """Mean over the step's rows."""
     metrics: dict[str, MetricValue]
@@ -148,12 +150,14 @@ class StepDriver:
         if book.waits_for_std:
             self._apply_batch_std(book, poll)
         self._free(self._steps.pop(step))
+        row_scale = book.row_scale
         return StepResult(
             book.plan.prompts,
             book.rewards,
             book.advantages,
             book.gradient_scale,
-            (book.gradient_scale * book.loss_sum + book.regularizer_sum) / book.plan.num_rows,
+            row_scale,
+            row_scale * (book.gradient_scale * book.loss_sum + book.regularizer_sum) / book.plan.num_rows,
             book.take_metrics(),
             book.finish.num_stale_samples,
             book.finish.num_assisted,
@@ -265,7 +269,7 @@ class StepDriver:
         if book.is_scored(micro_batch):
             settings = self._module.advantage_settings
             compare = settings.centered if book.waits_for_std else self._module.advantages
-            book.compare(micro_batch, compare)
+            book.compare(micro_batch, compare, self._module.kept_rows)
 
     def _apply_batch_std(self, book: _StepBook, poll: Callable[[], None]) -> None:
         """Turn a gradient of centered rewards into that of advantages, which the whole step's std divides.
@@ -273,9 +277,12 @@ class StepDriver:
         Where an advantage would be clipped, the gradient is no multiple of what was accumulated: the step is trained
         again, now that all advantages are known.
         """
-        group_ids = torch.tensor(book.plan.prompts.group_ids)
-        book.advantages = self._module.advantages(book.rewards, group_ids).to(torch.float32)
-        scale = self._module.advantage_settings.gradient_scale(book.rewards, group_ids)
+        group_ids, is_kept = torch.tensor(book.plan.prompts.group_ids), book.is_kept
+        advantages = advantages_of_kept(book.rewards, is_kept, group_ids, self._module.advantages)
+        book.advantages = advantages.to(torch.float32)
+        if not is_kept.any():
+            return
+        scale = self._module.advantage_settings.gradient_scale(book.rewards[is_kept], group_ids[is_kept])
         if scale is not None:
             book.gradient_scale = scale
             return
@@ -312,14 +319,15 @@ class StepDriver:
         ranks = self._pool.trainers
         for rank, trainer in enumerate(ranks):
             parts = micro_batch.slices[rank :: len(ranks)]
-            task = self._engine.submit(trainer, "assist", [book.prompts_of(part) for part in parts])
+            prompts = [book.prompts_of(part) for part in parts]
+            task = self._engine.submit(trainer, "assist", prompts, scores=not self._pool.reward_workers)
             self._expect_from_rank(trainer, micro_batch, task, partial(self._on_assist_report, parts, trainer, book))
 
     def _on_assist_report(
         self, parts: Sequence[Slice], trainer: str, book: _StepBook, micro_batch: MicroBatch, report: AssistReport
     ) -> float:
-        for part, trajectory, rewards in zip(parts, report.trajectories, report.rewards, strict=True):
-            book.trajectories[part] = trajectory
+        book.trajectories.update(zip(parts, report.trajectories, strict=True))
+        for part, rewards in zip(parts, report.rewards, strict=False):  # none where reward workers score
             self._note_rewards(part, rewards, book)
         book.metrics.join(report.metrics)
         self._spans.append(WorkerSpan(trainer, "assist", str(micro_batch), report.span))
@@ -412,7 +420,14 @@ class _StepBook:
 
     def __post_init__(self) -> None:
         self.rewards = self.advantages = torch.empty(0)
+        self.is_kept = torch.ones(len(self.plan.prompts), dtype=torch.bool)
         self._scored: set[Slice] = set()
+
+    @property
+    def row_scale(self) -> float:
+        """Planned samples over those that are left; 0 if none is."""
+        num_kept = int(self.is_kept.sum())
+        return len(self.is_kept) / num_kept if num_kept else 0.0
 
     def prompts_of(self, part: Slice) -> PromptBatch:
         return self.plan.prompts.select(slice(part.start, part.stop))
@@ -432,10 +447,17 @@ class _StepBook:
         self.metrics.join(self.update_metrics.take())
         return self.metrics.take()
 
-    def compare(self, micro_batch: MicroBatch, compare: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Compare the rewards of a micro-batch that is whole."""
+    def compare(
+        self,
+        micro_batch: MicroBatch,
+        compare: Callable[[Tensor, Tensor], Tensor],
+        kept_rows: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
+        """Compare the rewards of a micro-batch that is whole; groups whose reward has failed have none."""
         rows = slice(micro_batch.start, micro_batch.stop)
-        advantages = compare(self.rewards[rows].clone(), torch.tensor(self.plan.prompts.group_ids[rows]))
+        rewards, group_ids = self.rewards[rows].clone(), torch.tensor(self.plan.prompts.group_ids[rows])
+        self.is_kept[rows] = kept_rows(rewards, group_ids)
+        advantages = advantages_of_kept(rewards, self.is_kept[rows], group_ids, compare)
         if not len(self.advantages):
             self.advantages = torch.full((len(self.plan.prompts), *advantages.shape[1:]), float("nan"))
         self.advantages[rows] = advantages.float()

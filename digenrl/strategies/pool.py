@@ -66,10 +66,21 @@ class WorkerPool:
         Raises:
             WeightSyncError: workers built different weights, trained ones aside, which are synchronized.
         """
-        started = (*self.generators, *self.trainers, *(self.reward_workers if self.trainers else ()))
+        reward_workers = self.reward_workers if self.trainers else ()
+        started = (*self.generators, *self.trainers, *reward_workers)
         new = [worker for worker in started if worker not in self._built]
-        settings = (self._device, self._precision, self._offloads_to_assist)
-        tasks = [self.engine.submit(worker, "build", module, *settings) for worker in new]
+        tasks = [
+            self.engine.submit(
+                worker,
+                "build",
+                module,
+                self._device,
+                self._precision,
+                offloads_to_assist=self._offloads_to_assist,
+                sets_up_reward=worker in (reward_workers or self.generators),
+            )
+            for worker in new
+        ]
         reports: list[BuildReport] = self.engine.gather(tasks)
         for worker, report in zip(new, reports, strict=True):
             if report.frozen_digest != reports[0].frozen_digest:
@@ -118,13 +129,17 @@ class WorkerPool:
         settings: Sequence[Mapping[str, Any]],
         clip_value: float,
         clip_algorithm: Literal["norm", "value"],
-        gradient_scale: float,
+        *scales: float,
     ) -> dict[str, Task]:
         """Have every trainer rank step its optimizer; each task's result is a `StepReport`."""
         return {
-            trainer: self.engine.submit(trainer, "optimizer_step", settings, clip_value, clip_algorithm, gradient_scale)
+            trainer: self.engine.submit(trainer, "optimizer_step", settings, clip_value, clip_algorithm, *scales)
             for trainer in self.trainers
         }
+
+    def skip_step(self) -> None:
+        """Have every trainer count a step without stepping its optimizer."""
+        self._call(self.trainers, "skip_step")
 
     def gather(self, tasks: Mapping[str, Task]) -> dict[str, StepReport]:
         """Wait for tasks of some workers."""
@@ -145,15 +160,24 @@ class WorkerPool:
 
     # ---- evaluation ----------------------------------------------------------------------------------------
 
-    def evaluate(self, hook: str, batch: Sequence[Any], *args: Any) -> list[tuple[int, LogCall]]:
+    def evaluate(
+        self, hook: str, batch: Sequence[Any], *args: Any, units: Sequence[int] | None = None
+    ) -> list[tuple[int, LogCall]]:
         """Run an evaluation hook with the batch spread over the generators.
+
+        Args:
+            hook: name of the module's method.
+            batch: prompts, or strings.
+            *args: what the hook takes beside it.
+            units: rows at which the batch may be cut, 0 and its length included; None is any.
 
         Returns:
             What the hook logged, each with the number of samples it speaks for.
         """
+        borders = range(len(batch) + 1) if units is None else units
         shares = {
-            generator: batch[start:stop]
-            for generator, (start, stop) in zip(self.generators, self._shares(len(batch)), strict=True)
+            generator: batch[borders[start] : borders[stop]]
+            for generator, (start, stop) in zip(self.generators, self._shares(len(borders) - 1), strict=True)
             if stop > start
         }
         tasks = [

@@ -17,12 +17,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from digenrl.engines import ObjectRef, ObjectStore
 from digenrl.metrics import MetricAccumulator, MetricValue, Reduction
-from digenrl.module import DiffusionRLModule
-from digenrl.rewards import RewardError
+from digenrl.module import DiffusionRLModule, sum_kept
 from digenrl.strategies.optimizers import OptimizerSpec, TrainingState, load_named_state, named_state
 from digenrl.strategies.skeleton import ModuleOutline, describe
 from digenrl.strategies.weight_planes import ArenaLayout, WeightArena, WeightSyncError, WrittenWeights, weights_digest
-from digenrl.types import Prompt, PromptBatch, RowLosses, ScoredBatch, Trajectory
+from digenrl.types import Prompt, PromptBatch, RowLosses, ScoredBatch, TimestepBatch, Trajectory
 
 _MAX_POLICY_AGE = 1  # versions; the scheduler never lets a trajectory grow older
 
@@ -66,18 +65,18 @@ class GenerateReport:
 class ScoreReport:
     """Rewards of a trajectory's samples."""
 
-    rewards: tuple[float, ...]  # [B]
+    rewards: tuple[Any, ...]  # [B] numbers, or tuples of R; NaN where a reward failed and groups are dropped
     metrics: Mapping[str, MetricValue]
     span: Span
 
 
 @dataclass(frozen=True)
 class AssistReport:
-    """A trainer has made and scored its share of a micro-batch."""
+    """A trainer has made its share of a micro-batch, and scored it where no reward workers do."""
 
     trajectories: tuple[ObjectRef, ...]  # one per slice
-    rewards: tuple[tuple[float, ...], ...]
-    """Of each slice's samples."""
+    rewards: tuple[tuple[Any, ...], ...]
+    """Of each slice's samples; empty where they are still to be scored."""
     metrics: Mapping[str, MetricValue]
     switch_s: float
     """Seconds spent on making room for generation."""
@@ -148,8 +147,16 @@ class Worker:
 
     # ---- set-up --------------------------------------------------------------------------------------------
 
-    def build(self, module: bytes, device: str, precision: Precision, offloads_to_assist: bool = False) -> BuildReport:
-        """Unpickle the module and build its policy on `device`."""
+    def build(
+        self,
+        module: bytes,
+        device: str,
+        precision: Precision,
+        *,
+        offloads_to_assist: bool = False,
+        sets_up_reward: bool = False,
+    ) -> BuildReport:
+        """Unpickle the module and build its policy on `device`; whoever is to score gets its reward ready, too."""
         self._device, self._precision = torch.device(device), precision
         self._offloads_to_assist = offloads_to_assist
         self._module = built = cloudpickle.loads(module)
@@ -157,6 +164,8 @@ class Worker:
         built.to(self._device)
         # A worker has no trainer, and Lightning's `log` would drop the value.
         built.log, built.log_dict = self._log, self._log_dict
+        if sets_up_reward:
+            built.set_up_reward()
         published = built.published_weights()
         frozen = {name: tensor for name, tensor in built.state_dict().items() if name not in published}
         return BuildReport(describe(built), weights_digest(frozen.items()))
@@ -198,9 +207,9 @@ class Worker:
         """Decode a trajectory's samples and ask the reward."""
         start_s = time.monotonic()
         with self._without_gradient(), self._autocast():
-            rewards = self._module.score(self._store.get(trajectory).to(self._device))
-        if not torch.isfinite(rewards).all():
-            raise RewardError(f"`{type(self._module).__name__}.score` gave {rewards.tolist()}; rewards must be finite.")
+            samples = self._store.get(trajectory)
+            rewards = self._module.score(samples.to(self._device))
+            self._module.kept_rows(rewards, torch.tensor(samples.prompts.group_ids))  # refuses what is not finite
         return ScoreReport(tuple(rewards.tolist()), self._module.take_metrics(), Span(start_s, time.monotonic()))
 
     def free(self, trajectories: Sequence[ObjectRef]) -> None:
@@ -225,20 +234,20 @@ class Worker:
 
     # ---- assisting -----------------------------------------------------------------------------------------
 
-    def assist(self, slices: Sequence[PromptBatch]) -> AssistReport:
-        """Make and score slices of the step that is being trained, between two of its updates."""
+    def assist(self, slices: Sequence[PromptBatch], *, scores: bool) -> AssistReport:
+        """Make slices of the step that is being trained, between two of its updates, and score them if told to."""
         start_s = time.monotonic()
         if self._offloads_to_assist and self._offloaded is None:
             self._offloaded = TrainingState.take(self._optimizer)
         switch_s = time.monotonic() - start_s
         reports = [self.generate(prompts) for prompts in slices]
-        scores = [self.score(report.trajectory) for report in reports]
+        scored = [self.score(report.trajectory) for report in reports] if scores else []
         metrics = MetricAccumulator()
-        for part in [report.metrics for report in reports] + [report.metrics for report in scores]:
+        for part in [*(report.metrics for report in reports), *(report.metrics for report in scored)]:
             metrics.join(part)
         return AssistReport(
             tuple(report.trajectory for report in reports),
-            tuple(report.rewards for report in scores),
+            tuple(report.rewards for report in scored),
             metrics.take(),
             switch_s,
             Span(start_s, time.monotonic()),
@@ -286,7 +295,9 @@ class Worker:
                 f"a trajectory of policy version {part.policy_version} reached a trainer at {self.policy_version}"
             )
         trajectory = Trajectory.cat([replace(part, policy_version=self.policy_version) for part in parts])
-        whole = ScoredBatch.of_groups(trajectory, torch.tensor(rewards), torch.tensor(advantages))
+        all_rewards = torch.tensor(rewards)
+        is_kept = self._module.kept_rows(all_rewards, torch.tensor(trajectory.prompts.group_ids))
+        whole = ScoredBatch.of_groups(trajectory, all_rewards, torch.tensor(advantages), is_kept)
         scored = self._share(self._module.trained_samples(whole)).to(self._device)
         timesteps = self._module.select_timesteps(scored.trajectory.prompts)
         num_columns = timestep_batch_size or timesteps.shape[1]
@@ -297,7 +308,7 @@ class Worker:
             )
             with self._autocast():
                 losses = self._module.timestep_loss(batch)
-            sums = self._backward(losses, len(batch), num_rows=num_rows, keeps_parts_apart=keeps_parts_apart)
+            sums = self._backward(losses, batch, num_rows=num_rows, keeps_parts_apart=keeps_parts_apart)
             loss_sum += sums[0]
             regularizer_sum += sum(sums[1:])
         return UpdateReport(
@@ -312,16 +323,16 @@ class Worker:
         )
 
     def _backward(
-        self, losses: Tensor | RowLosses, num_losses: int, *, num_rows: int, keeps_parts_apart: bool
+        self, losses: Tensor | RowLosses, batch: TimestepBatch, *, num_rows: int, keeps_parts_apart: bool
     ) -> list[float]:
         """Accumulate the gradient of a chunk's losses; returns the sum of each part."""
         parts = (losses,) if isinstance(losses, Tensor) else (losses.policy, losses.regularizer)
         for part in parts:
-            if part.shape != (num_losses,):
+            if part.shape != (len(batch),):
                 raise ValueError(
-                    f"`timestep_loss` must return one loss per row, shape [{num_losses}], got {list(part.shape)}."
+                    f"`timestep_loss` must return one loss per row, shape [{len(batch)}], got {list(part.shape)}."
                 )
-        sums = [part.sum() for part in parts]
+        sums = [sum_kept(part, batch.is_kept) for part in parts]
         if keeps_parts_apart and len(sums) == 2:
             if sums[1].requires_grad:
                 self._accumulate_regularizer(sums[1] / num_rows)
@@ -350,6 +361,7 @@ class Worker:
         clip_value: float,
         clip_algorithm: Literal["norm", "value"],
         gradient_scale: float = 1.0,
+        row_scale: float = 1.0,
     ) -> StepReport:
         """Join the ranks' gradients, clip, step and clear them.
 
@@ -358,6 +370,7 @@ class Worker:
             clip_value: of gradient clipping; 0 is none.
             clip_algorithm: what is clipped.
             gradient_scale: of the policy's gradient, before the regularizer's is added.
+            row_scale: of both, where rows that the divisor of the losses counts were left out.
 
         Raises:
             NonFiniteGradientError: before anything was changed.
@@ -365,7 +378,7 @@ class Worker:
         start_s = time.monotonic()
         self._bring_back()
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        self._join_parts(gradient_scale)
+        self._join_parts(gradient_scale, row_scale)
         self._all_reduce_gradients(parameters)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients).item() if gradients else 0.0
@@ -391,7 +404,13 @@ class Worker:
         self.policy_version += 1
         return StepReport(norm, Span(start_s, time.monotonic()))
 
-    def _join_parts(self, gradient_scale: float) -> None:
+    def skip_step(self) -> None:
+        """Count a step in which no row was left to train: the weights stay as they are."""
+        self.discard_gradient()
+        self._module.update_weight_copies()
+        self.policy_version += 1
+
+    def _join_parts(self, gradient_scale: float, row_scale: float) -> None:
         """Scale the policy's gradient and add the regularizer's to it."""
         for name, parameter in self._trained_parameters().items():
             if parameter.grad is not None and gradient_scale != 1.0:
@@ -399,6 +418,8 @@ class Worker:
             extra = self._regularizer_gradients.pop(name, None)
             if extra is not None:
                 parameter.grad = extra if parameter.grad is None else parameter.grad + extra
+            if parameter.grad is not None and row_scale != 1.0:
+                parameter.grad.mul_(row_scale)
 
     def _all_reduce_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Sum over ranks in one message per dtype; a gradient that no rank has stays absent."""

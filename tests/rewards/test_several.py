@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from digenrl import DisaggregatedStrategy
+from digenrl.algorithms import DanceGRPO, FlowGRPO, OnlineDPO
 from digenrl.functional import group_advantages
 from digenrl.rewards import RewardError, SeveralRewards, compute_rewards
 from digenrl.types import Prompt, PromptBatch
-from tests.integration.toy_runs import fit
-from tests.toy import level_reward, toy_module
+from tests.integration.toy_runs import fit, relative_difference
+from tests.toy import ToyPolicy, level_reward, toy_module
 
 
 def calm(media: Tensor, prompts: PromptBatch) -> Tensor:
@@ -46,6 +47,64 @@ def test_advantages_of_several_rewards_are_added_by_weight_and_free_of_scale() -
     torch.testing.assert_close(module.advantages(rewards, groups), expected)
 
 
+def constant(media: Tensor, prompts: PromptBatch) -> Tensor:
+    return torch.full((len(prompts),), 7.0)
+
+
+def test_scaling_a_reward_changes_nothing_where_each_is_compared_with_its_own_kind() -> None:
+    module = toy_module(advantage_eps=0.0, advantage_clip=100.0)
+    module._reward = (SeveralRewards([level_reward, calm]),)
+    rewards, groups = torch.randn(8, 2), torch.arange(8) // 4
+    scaled = rewards * torch.tensor([1.0, 1000.0])
+    torch.testing.assert_close(module.advantages(scaled, groups), module.advantages(rewards, groups))
+
+
+def test_a_constant_reward_neither_hides_nor_poisons_the_other() -> None:
+    module = toy_module()
+    module._reward = (SeveralRewards([level_reward, constant]),)
+    rewards, groups = torch.stack([torch.randn(8), torch.full((8,), 7.0)], dim=1), torch.arange(8) // 4
+    expected = 0.5 * group_advantages(rewards[:, 0], groups)
+    torch.testing.assert_close(module.advantages(rewards, groups), expected)
+
+
+@pytest.mark.parametrize("algorithm", [FlowGRPO, DanceGRPO, OnlineDPO])
+def test_in_mode_sum_samples_are_compared_by_the_weighted_sum(algorithm: Any) -> None:
+    settings: dict[str, Any] = {"group_size": 4, "num_steps": 5}
+    joined = algorithm(ToyPolicy(), SeveralRewards([level_reward, calm], [3, 1], mode="sum"), **settings)
+    single = algorithm(ToyPolicy(), level_reward, **settings)
+    rewards, groups = torch.randn(8, 2) * torch.tensor([1.0, 100.0]), torch.arange(8) // 4
+    expected = single.advantages(0.75 * rewards[:, 0] + 0.25 * rewards[:, 1], groups)
+    torch.testing.assert_close(joined.advantages(rewards, groups), expected)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "disaggregated"])
+def test_a_run_in_mode_sum_is_that_of_one_reward_that_adds_up(strategy: str) -> None:
+    def added(media: Tensor, prompts: PromptBatch) -> Tensor:
+        return 0.75 * level_reward(media, prompts) + 0.25 * calm(media, prompts)
+
+    def run(reward: Any) -> dict[str, Tensor]:
+        module = toy_module()
+        module._reward = (reward,)
+        return fit(DisaggregatedStrategy(engine="inline") if strategy != "auto" else strategy, module=module)[2]
+
+    joined = run(SeveralRewards([level_reward, calm], weights=[3, 1], mode="sum"))
+    assert relative_difference(joined, run(added)) <= 1e-6
+
+
+def test_metrics_show_each_reward_as_it_is_weighted_and_compared() -> None:
+    module = toy_module()
+    module._reward = (SeveralRewards([level_reward, constant], weights=[3, 1]),)
+    rewards, groups = torch.stack([torch.randn(8), torch.full((8,), 7.0)], dim=1), torch.arange(8) // 4
+    metrics = module.reward_metrics(rewards, groups)
+    assert metrics["reward/constant"] == 7
+    assert metrics["reward/level_reward/weighted"] == 3 * rewards[:, 0].mean()
+    compared = group_advantages(rewards[:, 0], groups)
+    assert metrics["reward/level_reward/normalized_abs_mean"] == compared.abs().mean()
+    assert metrics["reward/constant/normalized_abs_mean"] == 0
+    assert metrics["reward/constant/zero_std_group_frac"] == 1
+    assert metrics["reward/level_reward/zero_std_group_frac"] == 0
+
+
 @pytest.mark.parametrize(
     ("rewards", "weights", "message"),
     [
@@ -60,6 +119,11 @@ def test_advantages_of_several_rewards_are_added_by_weight_and_free_of_scale() -
 def test_what_does_not_fit_is_refused(rewards: list[Any], weights: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SeveralRewards(rewards, weights)
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match="`mode` must be normalize_then_sum or sum, got 'max'"):
+        SeveralRewards([level_reward, calm], mode="max")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("strategy", ["auto", "disaggregated"])

@@ -301,6 +301,7 @@ class Ledger:
         self.holds = dict.fromkeys(job.generators, 0)
         """Version by generator; while it loads, the old one."""
         self.reward_workers = set(job.reward_workers)
+        self._trainers_score = not job.reward_workers
         self.doing: dict[str, Action] = {}
         self.published = 0
         self.started: int | None = None
@@ -365,7 +366,11 @@ class Ledger:
                 self._enter_score(part, worker)
             case Assisted(micro_batch):
                 assert self.doing.pop(TRAINERS) == Assist(micro_batch)
-                self.whole.append(micro_batch)
+                if self._trainers_score:
+                    self.whole.append(micro_batch)
+                else:
+                    self._maker |= dict.fromkeys(micro_batch.slices, TRAINERS)
+                    self.waiting += micro_batch.slices
             case Updated(micro_batch):
                 assert self.doing.pop(TRAINERS) == Update(micro_batch)
                 self.updated.append(micro_batch)

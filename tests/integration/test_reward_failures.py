@@ -1,0 +1,178 @@
+"""Rewards that fail: what becomes of their samples, and of the gradient of the others."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from digenrl import DisaggregatedStrategy, PromptBatch
+from digenrl.algorithms import DGPO, FlowGRPO
+from digenrl.rewards import RewardError, SeveralRewards
+from tests.integration.toy_runs import fit, relative_difference, toy_data
+from tests.toy import ToyPolicy, level_reward, toy_module
+
+TOLERANCE = 1e-6
+
+
+class Flaky:
+    """The level reward, which fails for one sample of some prompts; an exception is raised for its whole batch."""
+
+    def __init__(self, bad: tuple[str, ...], how: Any = math.nan, sample: int = 1) -> None:
+        self.bad, self.how, self.sample = bad, how, sample
+
+    def __call__(self, media: Tensor, prompts: PromptBatch) -> Any:
+        rewards: list[Any] = level_reward(media, prompts).tolist()
+        for row, (text, index) in enumerate(zip(prompts.texts, prompts.sample_indices, strict=True)):
+            if text in self.bad and index == self.sample:
+                if isinstance(self.how, Exception):
+                    raise self.how
+                rewards[row] = self.how
+        return rewards
+
+
+def calm(media: Tensor, prompts: PromptBatch) -> Tensor:
+    return -100 * media.flatten(1).std(1)
+
+
+def module_with(reward: Any, algorithm: type = FlowGRPO, **settings: Any) -> Any:
+    defaults: dict[str, Any] = {"group_size": 4, "num_steps": 5, "lr": 1e-3, "seed": 0, "on_reward_error": "drop_group"}
+    if algorithm is FlowGRPO:
+        defaults |= {"timestep_fraction": 0.8, "clip_range": 1e-2}
+    module = algorithm(ToyPolicy(), reward, **{**defaults, "reward_retries": 1, **settings})
+    module.reward_errors = replace(module.reward_errors, wait_s=0.0)
+    return module
+
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "one generator": {"engine": "inline"},
+    "two groups a micro-batch": {"engine": "inline", "groups_per_micro_batch": 2, "timestep_batch_size": 1},
+    "two of each": {"generators": 2, "trainers": 2, "generation_batch_size": 1, "trainer_assist": "off"},
+    "reward workers": {"engine": "inline", "reward_workers": 1, "trainer_assist": "static:1"},
+}
+
+
+@pytest.mark.parametrize("algorithm", [FlowGRPO, DGPO])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_dropped_group_leaves_the_gradient_of_the_step_without_it(name: str, algorithm: type) -> None:
+    # SGD makes the weights' change the gradient itself; both runs have the seeds of the same rows.
+    def run(strategy: Any, reward: Any, data: Any) -> dict[str, Tensor]:
+        module = module_with(reward, algorithm)
+        module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=1.0)
+        return fit(strategy, module=module, data=DataLoader(data, batch_size=len(data), collate_fn=list))[2]
+
+    colocated = run("auto", level_reward, ["low", "middle", "high"])
+    before = fit("auto", module=module_with(level_reward, algorithm, lr=0.0, weight_decay=0.0))[2]
+    dropped = run(DisaggregatedStrategy(**STRATEGIES[name]), Flaky(("top",)), ["low", "middle", "high", "top"])
+    change = {key: colocated[key] - before[key] for key in before}
+    assert relative_difference({key: dropped[key] - before[key] for key in before}, change) <= TOLERANCE
+    assert max(value.abs().max() for value in change.values()) > 1e-4
+
+
+@pytest.mark.parametrize("how", [math.nan, math.inf, None, "high", ValueError("no face found")])
+def test_colocated_and_disaggregated_agree_whatever_is_wrong(how: Any) -> None:
+    reward = Flaky(("middle",), how)
+    _, _, colocated = fit("auto", module=module_with(reward))
+    trainer, _, weights = fit(DisaggregatedStrategy(engine="inline"), module=module_with(reward))
+    assert relative_difference(weights, colocated) <= TOLERANCE
+    assert trainer.callback_metrics["reward/dropped_groups"] == 1
+
+
+def test_one_of_several_rewards_drops_the_group() -> None:
+    reward = SeveralRewards([calm, Flaky(("middle", "top"))])
+    _, _, colocated = fit("auto", module=module_with(reward))
+    trainer, _, weights = fit(DisaggregatedStrategy(engine="inline"), module=module_with(reward))
+    assert relative_difference(weights, colocated) <= TOLERANCE
+    assert trainer.callback_metrics["reward/dropped_groups"] == 2
+
+
+def test_the_std_of_the_step_is_that_of_the_groups_that_are_left() -> None:
+    settings = {"advantage_scope": "batch", "advantage_clip": 100.0}
+    reward = Flaky(("low",))
+    _, _, colocated = fit("auto", module=module_with(reward, **settings))
+    _, _, streamed = fit(DisaggregatedStrategy(engine="inline"), module=module_with(reward, **settings))
+    assert relative_difference(streamed, colocated) <= TOLERANCE
+
+
+@pytest.mark.parametrize("strategy", ["auto", "disaggregated"])
+def test_a_step_with_no_group_left_does_not_move_the_weights(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
+    everything = Flaky(("low", "middle", "high", "top"))
+    chosen: Any = DisaggregatedStrategy(engine="inline") if strategy != "auto" else strategy
+    before = fit("auto", module=module_with(level_reward, lr=0.0, weight_decay=0.0))[2]
+    trainer, _, after = fit(chosen, module=module_with(everything, weight_decay=0.5))
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert trainer.callback_metrics["reward/dropped_groups"] == 4
+    assert "reward `Flaky` returned nan, for prompt 'low'; its group is left out." in caplog.text
+
+
+@pytest.mark.parametrize("strategy", ["auto", "disaggregated"])
+def test_three_steps_in_a_row_with_no_group_left_end_the_run(strategy: str) -> None:
+    chosen: Any = DisaggregatedStrategy(engine="inline") if strategy != "auto" else strategy
+    module = module_with(Flaky(("low", "middle", "high", "top")))
+    with pytest.raises(RewardError, match="failed for every group of 3 steps in a row"):
+        fit(chosen, module=module, max_steps=5)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "disaggregated"])
+@pytest.mark.parametrize("policy", ["raise", "retry"])
+def test_without_dropping_the_run_ends_and_names_reward_and_prompt(policy: str, strategy: str) -> None:
+    chosen: Any = DisaggregatedStrategy(engine="inline") if strategy != "auto" else strategy
+    module = module_with(Flaky(("high",), None), on_reward_error=policy)
+    with pytest.raises(Exception, match="reward `Flaky` returned None for 1 of .*'high'"):
+        fit(chosen, module=module)
+
+
+class BackAfter:
+    """Fails until a file has as many lines as it is told to."""
+
+    def __init__(self, path: Path, num_failures: int) -> None:
+        self.path, self.num_failures = path, num_failures
+
+    def __call__(self, media: Tensor, prompts: PromptBatch) -> Tensor:
+        with self.path.open("a+") as calls:
+            calls.seek(0)
+            num_calls = len(calls.readlines())
+            calls.write("\n")
+        if num_calls < self.num_failures:
+            raise ConnectionError("the server is starting")
+        return level_reward(media, prompts)
+
+
+def test_a_reward_that_comes_back_leaves_no_trace(tmp_path: Path) -> None:
+    module = module_with(BackAfter(tmp_path / "calls", 2), on_reward_error="retry", reward_retries=2)
+    _, _, weights = fit(DisaggregatedStrategy(trainer_assist="off"), module=module)
+    _, _, expected = fit(DisaggregatedStrategy(trainer_assist="off"), module=module_with(level_reward))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "disaggregated"])
+def test_validation_leaves_failed_samples_out_and_an_empty_one_is_an_error(strategy: str) -> None:
+    def validate(reward: Any) -> Any:
+        chosen: Any = DisaggregatedStrategy(engine="inline") if strategy != "auto" else strategy
+        data = toy_data(validation_prompts=["low", "middle"])
+        return fit(chosen, module=module_with(reward, lr=0.0), data=data)[0].callback_metrics["val/reward/mean"]
+
+    without_low = validate(Flaky(("low",), 0.0, sample=0))
+    torch.testing.assert_close(validate(Flaky(("low",), sample=0)), 2 * without_low)
+    with pytest.raises(Exception, match="failed for all 2 validation samples"):
+        validate(Flaky(("low", "middle"), sample=0))
+
+
+def test_dropping_is_refused_where_windows_or_ranks_would_weigh_batches_wrongly() -> None:
+    with pytest.raises(ValueError, match="`on_reward_error` must be raise or retry with `accumulate_grad_batches` 2"):
+        fit(DisaggregatedStrategy(engine="inline"), module=module_with(level_reward), accumulate_grad_batches=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"on_reward_error": "ignore"}, "must be raise, retry or drop_group"), ({"reward_retries": -1}, "at least 0")],
+)
+def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        toy_module(**settings)

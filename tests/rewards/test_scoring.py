@@ -1,0 +1,134 @@
+"""What is done about samples whose reward fails: asked again, left out, or the end; and how calls are cut."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from digenrl.rewards import ErrorPolicy, RewardError, SeveralRewards, score_samples
+from digenrl.types import Prompt, PromptBatch
+
+RETRY = ErrorPolicy(on_error="retry", num_retries=2, wait_s=0.0)
+DROP = replace(RETRY, on_error="drop_group")
+PROMPTS = PromptBatch.for_step([Prompt(f"prompt {row}", row) for row in range(4)], step=0, group_size=4, seed=0)
+MEDIA = torch.arange(16.0).reshape(16, 1, 1, 1) / 16
+
+
+class Asked:
+    """Gives each sample its brightness, and remembers what it was asked about."""
+
+    name = "asked"
+
+    def __init__(self, bad: dict[int, Any] | None = None, *, good_after: int = 10**9, **traits: Any) -> None:
+        self.bad, self.good_after = bad or {}, good_after
+        self.calls: list[list[int]] = []
+        vars(self).update(traits)
+
+    def __call__(self, media: Tensor, prompts: PromptBatch) -> Any:
+        rows = (media.flatten() * 16).int().tolist()
+        assert [PROMPTS.seeds[row] for row in rows] == list(prompts.seeds), "media and prompts belong together"
+        self.calls.append(rows)
+        values = [self.bad.get(row, row / 16) if len(self.calls) <= self.good_after else row / 16 for row in rows]
+        for value in values:
+            if isinstance(value, KeyError):
+                raise value
+        return values
+
+
+def test_only_samples_that_failed_are_asked_about_again() -> None:
+    reward = Asked({3: math.nan, 11: None}, good_after=1)
+    scored = score_samples(reward, MEDIA, PROMPTS, RETRY)
+    assert reward.calls == [list(range(16)), [3, 11]]
+    assert torch.equal(scored.rewards, MEDIA.flatten())
+    assert (scored.failures, scored.num_retried) == ((), 2)
+
+
+def test_a_reward_of_groups_is_asked_again_about_whole_groups() -> None:
+    reward = Asked({3: math.nan, 11: None}, good_after=1, groupwise=True)
+    score_samples(reward, MEDIA, PROMPTS, RETRY)
+    assert reward.calls == [list(range(16)), [0, 1, 2, 3, 8, 9, 10, 11]]
+
+
+def test_asking_ends_with_an_error_that_says_how_often() -> None:
+    reward = Asked({5: math.inf})
+    with pytest.raises(RewardError, match="`asked` returned inf for 1 of 16.*'prompt 1', asked 3 times"):
+        score_samples(reward, MEDIA, PROMPTS, RETRY)
+    assert reward.calls == [list(range(16)), [5], [5]]
+
+
+def test_raise_asks_once() -> None:
+    reward = Asked({5: math.inf})
+    with pytest.raises(RewardError):
+        score_samples(reward, MEDIA, PROMPTS, ErrorPolicy(on_error="raise"))
+    assert len(reward.calls) == 1
+
+
+def test_dropping_marks_the_sample_and_names_reward_prompt_and_reason() -> None:
+    scored = score_samples(Asked({5: math.inf, 6: ValueError("no text")}), MEDIA, PROMPTS, DROP)
+    assert scored.rewards.isnan().nonzero().flatten().tolist() == [5, 6]
+    assert [str(failure) for failure in scored.failures] == [
+        "reward `asked` returned inf, for prompt 'prompt 1'",
+        "reward `asked` raised ValueError: no text, for prompt 'prompt 1'",
+    ]
+
+
+@pytest.mark.parametrize("groupwise", [False, True])
+def test_what_raises_for_a_batch_is_found_by_asking_about_each_by_itself(groupwise: bool) -> None:
+    scored = score_samples(Asked({5: KeyError("face")}, groupwise=groupwise), MEDIA, PROMPTS, DROP)
+    assert scored.rewards.isnan().nonzero().flatten().tolist() == ([4, 5, 6, 7] if groupwise else [5])
+
+
+def test_each_of_several_rewards_fails_by_itself() -> None:
+    first, second = Asked({1: None}, name="first"), Asked({2: None}, name="second")
+    scored = score_samples(SeveralRewards([first, second]), MEDIA, PROMPTS, DROP)
+    assert scored.rewards.isnan().nonzero().tolist() == [[1, 0], [2, 1]]
+    assert {failure.reward for failure in scored.failures} == {"first", "second"}
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 5, 16, 100])
+def test_calls_hold_at_most_the_batch_size(batch_size: int) -> None:
+    reward = Asked(batch_size=batch_size)
+    assert torch.equal(score_samples(reward, MEDIA, PROMPTS, RETRY).rewards, MEDIA.flatten())
+    assert [row for call in reward.calls for row in call] == list(range(16))
+    assert max(map(len, reward.calls)) == min(batch_size, 16)
+
+
+@pytest.mark.parametrize(("batch_size", "sizes"), [(1, [4] * 4), (7, [4] * 4), (8, [8, 8]), (9, [8, 8])])
+def test_calls_of_a_groupwise_reward_hold_whole_groups(batch_size: int, sizes: list[int]) -> None:
+    reward = Asked(batch_size=batch_size, groupwise=True)
+    score_samples(reward, MEDIA, PROMPTS, RETRY)
+    assert [len(call) for call in reward.calls] == sizes
+
+
+class Offloaded(Asked):
+    offload = True
+
+    def __init__(self) -> None:
+        super().__init__({0: KeyError("always")})
+        self.moves: list[str] = []
+
+    def to(self, device: torch.device) -> None:
+        self.moves.append(str(device))
+
+
+def test_an_offloaded_reward_goes_to_host_memory_even_after_an_error() -> None:
+    reward = Offloaded()
+    media = MEDIA.to("meta")
+    with pytest.raises(RewardError):
+        score_samples(lambda_of(reward), media, PROMPTS, ErrorPolicy(on_error="raise"))
+    assert reward.moves == ["meta", "cpu"]
+
+
+def lambda_of(reward: Offloaded) -> Any:
+    """The same traits, a call that needs no data."""
+
+    def call(media: Tensor, prompts: PromptBatch) -> Any:
+        raise KeyError("always")
+
+    reward.__class__ = type("Broken", (Offloaded,), {"__call__": lambda self, media, prompts: call(media, prompts)})
+    return reward

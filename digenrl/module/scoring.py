@@ -73,9 +73,11 @@ class Scoring(RowHelpers):
             RewardError: the reward has failed, else.
         """
         self.set_up_reward()
-        scored = score_samples(self.reward, media, prompts, self.reward_errors)
+        # A reward computes as it would outside of this run, whatever precision the policy is trained in.
+        with torch.autocast(media.device.type, enabled=False):
+            scored = score_samples(self.reward, media.float(), prompts, self.reward_errors)
         for failure in scored.failures[:_MAX_MESSAGES]:
-            log.warning("%s; its group is left out.", failure)
+            log.warning("%s; left out with its group.", failure)
         if len(scored.failures) > _MAX_MESSAGES:
             log.warning("... and for %d more of %d samples.", len(scored.failures) - _MAX_MESSAGES, len(prompts))
         return scored.rewards

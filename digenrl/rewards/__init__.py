@@ -1,6 +1,13 @@
 """Rewards: what a sample is worth."""
 
+from digenrl.rewards.aesthetic import AestheticScore
+from digenrl.rewards.clip_score import CLIPScore
 from digenrl.rewards.frames import FrameReward
+from digenrl.rewards.hpsv2 import HPSv2
+from digenrl.rewards.image_reward import ImageReward
+from digenrl.rewards.jpeg import JpegCompressibility, JpegIncompressibility
+from digenrl.rewards.ocr import OCRReward
+from digenrl.rewards.pick_score import PickScore
 from digenrl.rewards.reward import (
     JoinedReward,
     Reward,
@@ -10,6 +17,7 @@ from digenrl.rewards.reward import (
     reward_name,
     set_up_reward,
 )
+from digenrl.rewards.safety import SafetyReward
 from digenrl.rewards.scoring import (
     ErrorPolicy,
     OnRewardError,
@@ -21,15 +29,24 @@ from digenrl.rewards.scoring import (
 from digenrl.rewards.several import SeveralRewards
 
 __all__ = [
+    "AestheticScore",
+    "CLIPScore",
     "ErrorPolicy",
     "FrameReward",
+    "HPSv2",
+    "ImageReward",
     "JoinedReward",
+    "JpegCompressibility",
+    "JpegIncompressibility",
+    "OCRReward",
     "OnRewardError",
+    "PickScore",
     "Reward",
     "RewardBatch",
     "RewardError",
     "RewardFailure",
     "RewardTraits",
+    "SafetyReward",
     "SeveralRewards",
     "check_prompts",
     "compute_rewards",

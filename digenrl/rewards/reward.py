@@ -126,9 +126,6 @@ def check_prompts(reward: Reward, prompts: Sequence[Prompt], *, name: str = "pro
         ValueError: a prompt lacks a column, or the reward says that it could not score it.
     """
     for part in reward.rewards if isinstance(reward, JoinedReward) else (reward,):
-        own_check = getattr(part, "check_prompts", None)
-        if own_check is not None:
-            own_check(prompts)
         for column in RewardTraits.of(part).requires:
             lacking = [prompt for prompt in prompts if column not in prompt.metadata]
             if lacking:
@@ -137,6 +134,9 @@ def check_prompts(reward: Reward, prompts: Sequence[Prompt], *, name: str = "pro
                     f"{len(lacking)} of {len(prompts)} lack it, the first is {shortened(lacking[0].text)}; "
                     'give a .jsonl file with lines such as {"prompt": "...", "' + column + '": ...}.'
                 )
+        own_check = getattr(part, "check_prompts", None)
+        if own_check is not None:
+            own_check(prompts)
 
 
 def describe_error(error: BaseException) -> str:

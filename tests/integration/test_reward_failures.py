@@ -108,7 +108,7 @@ def test_a_step_with_no_group_left_does_not_move_the_weights(strategy: str, capl
     trainer, _, after = fit(chosen, module=module_with(everything, weight_decay=0.5))
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert trainer.callback_metrics["reward/dropped_groups"] == 4
-    assert "reward `Flaky` returned nan, for prompt 'low'; its group is left out." in caplog.text
+    assert "reward `Flaky` returned nan, for prompt 'low'; left out with its group." in caplog.text
 
 
 @pytest.mark.parametrize("strategy", ["auto", "disaggregated"])

@@ -174,6 +174,17 @@ def test_a_group_that_no_generator_could_make_whole_is_refused() -> None:
         fit(DisaggregatedStrategy(engine="inline", generation_batch_size=3), module=with_reward(Ranked()))
 
 
+@pytest.mark.parametrize("strategy", ["auto", "disaggregated"])
+def test_a_reward_computes_in_float32_whatever_the_policy_does(strategy: str) -> None:
+    def picky(media: Tensor, prompts: PromptBatch) -> Tensor:
+        product = media.flatten(1) @ torch.full((8, 1), 1 / 3)
+        assert media.dtype == product.dtype == torch.float32, "autocast would make a bfloat16 of the product"
+        return product.flatten()
+
+    chosen: Any = DisaggregatedStrategy(engine="inline") if strategy != "auto" else strategy
+    fit(chosen, module=with_reward(picky), precision="bf16-mixed")
+
+
 def test_a_name_of_its_own_names_a_reward() -> None:
     reward = Styled()
     reward.name = "style"  # type: ignore[attr-defined]

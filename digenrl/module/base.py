@@ -313,10 +313,10 @@ class DiffusionRLModule(Scoring, ABC):
         is_kept = self.kept_rows(rewards, group_ids)
         advantages = self._advantages_over_ranks(rewards, is_kept, group_ids)
         num_groups, num_kept = len(prompts) // self.group_size, len(group_ids[is_kept].unique())
-        self.next_step += 1
         self.note_dropped_groups(num_groups - num_kept, num_groups)
         if num_kept == 0:
             self.log_step(prompts, rewards, advantages, 0.0, self.take_metrics())
+            self.next_step += 1
             return None
         scored = self.trained_samples(ScoredBatch.of_groups(trajectory, rewards, advantages, is_kept))
         timesteps = self.select_timesteps(scored.trajectory.prompts)
@@ -326,6 +326,7 @@ class DiffusionRLModule(Scoring, ABC):
         losses = [total_loss(self.timestep_loss(batch), batch.is_kept) for batch in rows]
         loss = torch.stack(losses).sum() / self.num_rows(prompts) * (num_groups / num_kept)
         self.log_step(prompts, rewards, advantages, loss.item(), self.take_metrics())
+        self.next_step += 1
         return loss
 
     def _advantages_over_ranks(self, rewards: Tensor, is_kept: Tensor, group_ids: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ class Alternatives:
     def items(self, container: type) -> Any:
         """Give the type of what a list holds, or of a mapping's values; None if it may not be one."""
         for member in self.members:
-            if typing.get_origin(member) is container and typing.get_args(member):
+            if _container_of(member) is container and typing.get_args(member):
                 return typing.get_args(member)[-1]
         return None
 
@@ -129,8 +129,13 @@ def _is_literal(annotation: Any) -> bool:
     return typing.get_origin(annotation) is typing.Literal
 
 
-def _name_of(annotation: Any) -> str:
+def _container_of(annotation: Any) -> Any:
     origin = typing.get_origin(annotation)
+    return list if origin is collections.abc.Sequence else origin
+
+
+def _name_of(annotation: Any) -> str:
+    origin = _container_of(annotation)
     if origin is list and typing.get_args(annotation):
         return f"a list, each item {Alternatives.of(typing.get_args(annotation)[0]).describe()}"
     name = getattr(annotation, "__name__", str(annotation))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from digenrl.cli.errors import UsageError, suggest
@@ -50,6 +50,24 @@ def read_arguments(words: Sequence[str]) -> Arguments:
             hint = suggest(f"--{word.lstrip('-')}", _FLAGS) if word.startswith("-") else "; settings are `--key value`."
             raise UsageError(f"`{word}` is not an option{hint}")
     return arguments
+
+
+def read_flags(words: Sequence[str], known: Collection[str], command: str) -> dict[str, list[str]]:
+    """Read a command's own options, each as often as it is given; values are text, whatever they look like.
+
+    Raises:
+        UsageError: a word that is none of them, or an option without a value.
+    """
+    flags: dict[str, list[str]] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if name.removeprefix("--") not in known or not name.startswith("--"):
+            names = [f"--{flag}" for flag in known]
+            raise UsageError(f"`{name}` is not an option of `{command}`{suggest(name, names)}")
+        flags.setdefault(name[2:], []).append(value if equals else _value_of(name, "a value", rest))
+    return flags
 
 
 def _value_of(name: str, what: str, rest: list[str]) -> str:

@@ -18,17 +18,18 @@ from digenrl.cli.annotations import Alternatives, accepts
 from digenrl.cli.classes import (
     Setting,
     find,
-    has_call,
-    known_callables,
     known_classes,
     method_settings,
     path_of,
     settings_of,
 )
 from digenrl.cli.errors import Keys, SettingError, listing, show, suggest
+from digenrl.cli.reward_classes import has_call, reward_classes
+from digenrl.cli.reward_weights import gather_weights
 from digenrl.cli.sources import CLASS_KEYS
 from digenrl.data import PromptData
 from digenrl.module import DiffusionRLModule
+from digenrl.rewards import JoinedReward, Reward
 from digenrl.strategies import DisaggregatedStrategy
 from digenrl.trainer import Trainer
 
@@ -69,6 +70,15 @@ def run_settings(subcommand: str) -> dict[str, Setting]:
         **method_settings(Trainer, subcommand, without=LightningCLI.subcommands()[subcommand]),
         "ckpt_path": Setting(Any, None),  # `find_checkpoint` checks it
     }
+
+
+def check_reward(value: Any) -> Any:
+    """Give a reward that stands by itself, under the key `reward`, in LightningCLI's form.
+
+    Raises:
+        SettingError: the first mistake that is found.
+    """
+    return _check_value(value, Reward, ("reward",))
 
 
 def _check_settings(cls: type, given: Any, keys: Keys, *, others: Container[str] = ()) -> dict[str, Any]:
@@ -128,7 +138,7 @@ def _check_class(spec: dict[str, Any], types: Alternatives, keys: Keys, *, where
         spec = {"init_args": spec}
     known: dict[str, Any] = {name: cls for base in types.classes for name, cls in known_classes(base).items()}
     if types.takes_callable:
-        known |= known_callables()
+        known |= reward_classes()
     _check_spec(spec, keys, known, has_default=default is not None)
     name = spec.get("class_path", None if default is None else path_of(default))
     if not isinstance(name, str):
@@ -143,6 +153,8 @@ def _check_class(spec: dict[str, Any], types: Alternatives, keys: Keys, *, where
         raise SettingError(where, f"is {name}, which is abstract: a subclass must define {missing}.")
     extra = spec.get("dict_kwargs") or {}
     given = {} if spec.get("init_args") is None else spec["init_args"]
+    if issubclass(found, JoinedReward) and isinstance(given, dict):
+        given = gather_weights(given, keys)
     settings = _check_settings(found, given, keys, others=extra)
     return {"class_path": path_of(found), "init_args": settings, **({"dict_kwargs": extra} if extra else {})}
 

@@ -23,6 +23,7 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 
 from digenrl.cli.errors import Keys, SettingError, one_line, suggest
+from digenrl.cli.reward_classes import reward_classes
 from digenrl.module import DiffusionRLModule
 from digenrl.policies import DiffusionPolicy
 
@@ -96,12 +97,14 @@ def _type_hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def accepted_names(name: str) -> Collection[str] | None:
-    """Give the settings of a class by its name; None if there is no such class."""
+    """Give the settings of a class by its name, none of a function's; None if there is neither."""
     try:
         found = find(name, all_known_classes(), ())
     except SettingError:
         return None
-    return settings_of(found) if isinstance(found, type) else None
+    if not isinstance(found, type):
+        return () if callable(found) else None
+    return settings_of(found)
 
 
 def constructors(cls: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
@@ -130,19 +133,7 @@ def known_classes(base: type) -> dict[str, type]:
 def all_known_classes() -> dict[str, type]:
     """Give every class that has a short name somewhere in a configuration."""
     bases = (Profiler, Logger, Callback, Strategy, DiffusionPolicy, LightningDataModule, DiffusionRLModule)
-    return {name: cls for base in bases for name, cls in known_classes(base).items()}
-
-
-def known_callables() -> dict[str, Any]:
-    """Give our own rewards by their short names."""
-    module = importlib.import_module("digenrl.rewards")
-    members = {name: getattr(module, name) for name in module.__all__}
-    return {name: member for name, member in members.items() if inspect.isclass(member) and has_call(member)}
-
-
-def has_call(cls: type) -> bool:
-    """Tell whether a class's objects can be called; the class itself always can."""
-    return any("__call__" in vars(base) for base in cls.__mro__)
+    return {**reward_classes(), **{name: cls for base in bases for name, cls in known_classes(base).items()}}
 
 
 def find(name: str, known: dict[str, Any], keys: Keys) -> Any:

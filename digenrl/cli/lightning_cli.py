@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any, NoReturn
@@ -120,6 +121,23 @@ class _Parser(LightningArgumentParser):
 
         # Lightning's come later and are for modules; those must be asked before the one for all classes.
         super().add_instantiator(instantiate, *args, prepend=args[0] is not object, **kwargs)
+
+
+def instantiate(annotation: Any, value: Any) -> Any:
+    """Make one thing that a configuration describes, as a run makes its own.
+
+    Raises:
+        ConstructorError: a constructor has raised.
+        UsageError: a value that cannot be of the type.
+    """
+    _register_types()
+    parser = _Parser()
+    parser.add_argument("--value", type=annotation)
+    with warnings.catch_warnings():
+        # These two have other names since jsonargparse 4.49, which are missing in the oldest that we take.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        parser.add_instantiator(_instantiate, object)
+        return parser.instantiate_classes(parser.parse_object({"value": value})).value
 
 
 def _instantiate(cls: type, *args: Any, **kwargs: Any) -> Any:

@@ -17,15 +17,19 @@ SUBCOMMANDS = {
     "validate": "score a policy on the validation prompts",
     "simulate": "compare the ways to run a workload on a cluster",
     "plan": "find the best strategy for a number of devices",
+    "rewards": "list the rewards there are, or score files with one",
+    "serve-reward": "serve a reward for HTTPReward, from an environment or machine of its own",
+    "serve-judge": "serve a vision-language model for VLMJudge",
 }
-_WITHOUT_TORCH = ("simulate", "plan")
+_OWN_PROGRAMS = ("simulate", "plan", "rewards", "serve-reward", "serve-judge")
+"""Commands whose module has `run(words)`; those that configure a run share `program.py`."""
 
 _HELP = f"""usage: digenrl COMMAND [--config FILE] [--key value]...
 
 Reinforcement learning for diffusion and flow models.
 
 commands:
-{chr(10).join(f"  {name:<10} {summary}" for name, summary in SUBCOMMANDS.items())}
+{chr(10).join(f"  {name:<12} {summary}" for name, summary in SUBCOMMANDS.items())}
 
   digenrl fit --config run.yaml                      run a configuration
   digenrl fit --config run.yaml --model.lr 1e-4      with another learning rate
@@ -34,6 +38,8 @@ commands:
   digenrl fit --help                                 all settings
   digenrl simulate --config cluster.yaml             what each mechanism would gain
   digenrl plan --devices 32 --profile profile.json   what to set, from what a run has measured
+  digenrl rewards try --reward OCRReward --image a.png --prompt '"42"'
+                                                     what a reward gives for a file
 
 options:
   -h, --help  show this
@@ -69,13 +75,13 @@ def _run(subcommand: str, words: Sequence[str]) -> int:
             commands = " or ".join(SUBCOMMANDS)
             raise UsageError(f"`{subcommand}` must stand behind a command, {commands}: digenrl fit {subcommand}")
         raise UsageError(f"`{subcommand}` is not a command{suggest(subcommand, SUBCOMMANDS)}")
-    if subcommand in _WITHOUT_TORCH:
-        return int(importlib.import_module(f"digenrl.cli.{subcommand}").run(words))
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does, so that a configuration can name local classes
+    if subcommand in _OWN_PROGRAMS:
+        return int(importlib.import_module(f"digenrl.cli.{subcommand.replace('-', '_')}").run(words))
     from digenrl.cli.arguments import read_arguments
 
     arguments = read_arguments(words)
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` does, so that a configuration can name local classes
     from digenrl.cli.quiet import own_log, quiet_lightning
 
     with own_log():

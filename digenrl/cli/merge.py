@@ -32,6 +32,14 @@ def merge(sources: Sequence[Source], accepted: AcceptedNames) -> dict[str, Any]:
     return config
 
 
+def _way(value: Any) -> Keys:
+    """Give the names that lead to what an option sets."""
+    if not isinstance(value, Within):
+        return ()
+    name, inner = next(iter(value.items()))
+    return (() if name in ("init_args", "dict_kwargs") else (name,)) + _way(inner)
+
+
 class _Merger:
     def __init__(self, accepted: AcceptedNames) -> None:
         self._accepted = accepted
@@ -47,7 +55,8 @@ class _Merger:
             if key == "class_path":
                 continue
             target = below
-            if "class_path" in below and key not in CLASS_KEYS:  # `--model.lr` is short for `--model.init_args.lr`
+            # `--model.lr` is short for `--model.init_args.lr`; an entry of a list may have a `weight` beside them.
+            if "class_path" in below and key not in CLASS_KEYS and key not in below:
                 if below.get("init_args") is None:
                     below["init_args"] = {}
                 target = below["init_args"]
@@ -65,10 +74,7 @@ class _Merger:
             target[key] = {"class_path": old}
             self.lay(target[key], value, keys)
         elif isinstance(value, Within) and isinstance(old, list) and old:
-            # `--trainer.callbacks+ RewardCurve --trainer.callbacks.x 1`: the last one is meant.
-            last = {key: old[-1]}
-            self._put(last, key, value, keys)
-            target[key] = [*old[:-1], last[key]]
+            target[key] = self._within_list(old, value, keys)
         elif isinstance(value, dict) and isinstance(old, dict):
             self.lay(old, value, keys)
         elif isinstance(value, dict):
@@ -78,6 +84,19 @@ class _Merger:
             self._set_class(old, value, keys)
         else:
             target[key] = deepcopy(value)
+
+    def _within_list(self, items: list[Any], value: Within, keys: Keys) -> list[Any]:
+        """Change one item: `--trainer.callbacks.0.x 1` says which, `--trainer.callbacks.x 1` means the last one."""
+        name, inner = next(iter(value.items()))
+        index = len(items) - 1
+        if name.isdigit():
+            if int(name) >= len(items):
+                problem = f"means item {name} of a list of {len(items)}, which are counted from 0."
+                raise SettingError((*keys, *_way(value)), problem)
+            index, value, keys = int(name), inner, (*keys, name)
+        changed = {"item": items[index]}
+        self._put(changed, "item", value, keys)
+        return [*items[:index], changed["item"], *items[index + 1 :]]
 
     def _is_class(self, old: dict[str, Any], value: str) -> bool:
         """Tell whether a text that takes the place of a class names another one; `auto` is a strategy, too."""

@@ -65,7 +65,8 @@ def quiet_lightning() -> Iterator[None]:
 
     Lightning must be imported before: it makes its loggers then, and sets its own form of warnings.
     """
-    loggers = [logging.getLogger(f"lightning.{name}") for name in ("pytorch", "fabric")]
+    # The first one's prints, too, where another library has set up logging before Lightning.
+    loggers = [logging.getLogger(name) for name in ("lightning", "lightning.pytorch", "lightning.fabric")]
     handlers = [handler for log in loggers for handler in log.handlers]
     form = warnings.formatwarning
     for handler in handlers:

@@ -100,12 +100,18 @@ class Option:
 
     def place(self, keys: Keys) -> str | None:
         """Give the option's name."""
-        mine = tuple(key for key in self.keys if key not in _HIDDEN_KEYS)
-        return self.name if keys in (mine, (*mine, "class_path")) else None
+        rest = keys[len(self._place) :]
+        is_given = keys[: len(self._place)] == self._place and (rest == ("class_path",) or _holds(self.value, rest))
+        return self.name if is_given else None
 
     def blame(self, keys: Keys, problem: str) -> str:
-        """Name the option: it says where by itself."""
-        return f"`{self.name}` {problem}"
+        """Name the option, which says where by itself, or what in its value."""
+        is_whole = keys in (self._place, (*self._place, "class_path"))
+        return f"`{self.name}` {problem}" if is_whole else f"{self.name}: `{'.'.join(keys)}` {problem}"
+
+    @property
+    def _place(self) -> Keys:
+        return tuple(key for key in self.keys if key not in _HIDDEN_KEYS)
 
 
 class Within(dict[str, Any]):
@@ -185,6 +191,18 @@ def _child(node: yaml.Node | None, key: str) -> tuple[int, yaml.Node] | None:
         if hidden in entries and (found := _child(entries[hidden][1], key)) is not None:
             return found
     return None
+
+
+def _holds(value: Any, keys: Keys) -> bool:
+    """Tell whether there is something at the end of the keys."""
+    if not keys:
+        return True
+    if isinstance(value, list):
+        return keys[0].isdigit() and int(keys[0]) < len(value) and _holds(value[int(keys[0])], keys[1:])
+    if not isinstance(value, dict):
+        return False
+    inside = [value[hidden] for hidden in _HIDDEN_KEYS if hidden in value]
+    return (keys[0] in value and _holds(value[keys[0]], keys[1:])) or any(_holds(inner, keys) for inner in inside)
 
 
 def _check_keys_once(node: yaml.Node | None, path: str) -> None:

@@ -75,6 +75,18 @@ def _lines(subcommand: str, config: Mapping[str, Any]) -> Iterator[str]:
     yield from textwrap.wrap(f"and as in Lightning: {names}", _width(), initial_indent="  ", subsequent_indent="  ")
 
 
+def describe_reward(node: Any) -> Iterator[str]:
+    """Give the options of a reward that stands by itself, as `reward`; none of a function.
+
+    Raises:
+        SettingError: a class that is not found.
+    """
+    given = _class_in(node, ("reward",))
+    if given is not None:
+        yield from _settings("reward", given)
+        yield from _inner_sections("reward", given, node)
+
+
 def _algorithms() -> Iterator[str]:
     algorithms, shared = known_classes(DiffusionRLModule), settings_of(DiffusionRLModule)
     title = f"one of {', '.join(sorted(algorithms))}, each with defaults of its own"
@@ -98,13 +110,24 @@ def _inner_sections(key: str, cls: type, node: Any) -> Iterator[str]:
     """Describe the classes that a class's settings name, as a model's policy and reward."""
     given = (node.get("init_args") or {}) if isinstance(node, dict) else {}
     for name, value in given.items():
-        types = Alternatives.of(settings_of(cls)[name].annotation) if name in settings_of(cls) else None
-        if types is None or types.takes_text or not (types.classes or types.takes_callable):
+        if name not in settings_of(cls):
             continue
-        inner = _class_in(value, (*key.split("."), name))
-        if inner is not None:
-            yield from _settings(f"{key}.{name}", inner)
-            yield from _inner_sections(f"{key}.{name}", inner, value)
+        annotation, place = settings_of(cls)[name].annotation, f"{key}.{name}"
+        if not isinstance(value, list):
+            yield from _inner_section(place, annotation, value)
+            continue
+        for index, item in enumerate(value):
+            yield from _inner_section(f"{place}.{index}", Alternatives.of(annotation).items(list), item)
+
+
+def _inner_section(key: str, annotation: Any, node: Any) -> Iterator[str]:
+    types = Alternatives.of(annotation)
+    if types.takes_text or not (types.classes or types.takes_callable):
+        return
+    inner = _class_in(node, tuple(key.split(".")))
+    if inner is not None:
+        yield from _settings(key, inner)
+        yield from _inner_sections(key, inner, node)
 
 
 def _settings(

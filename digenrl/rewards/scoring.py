@@ -145,10 +145,10 @@ def _ask(reward: Reward, media: Tensor, prompts: PromptBatch, policy: ErrorPolic
     if policy.on_error == "drop_group":
         return RewardBatch(rewards, failures, num_retried)
     first, tries = failures[0], len(policy.waits_s)
+    remedy = "" if answer.error is not None else "; it must give one finite number per sample"
     raise RewardError(
         f"reward `{name}` {first.reason} for {len(failures)} of {len(prompts)} samples, the first for prompt "
-        f"{shortened(first.prompt)}{f', asked {tries} times' if tries > 1 else ''}; it must give one finite number per "
-        "sample."
+        f"{shortened(first.prompt)}{f', asked {tries} times' if tries > 1 else ''}{remedy}."
     ) from answer.error
 
 
@@ -169,7 +169,7 @@ def _ask_once(
     answer = _Answer(torch.full((len(prompts),), math.nan), {})
     with _on_device(reward, media.device, traits):
         for chunk in _chunks(rows, prompts, traits):
-            is_all = len(chunk) == len(prompts)
+            is_all = chunk == list(range(len(prompts)))
             try:
                 given: Any = reward(media if is_all else media[chunk], prompts if is_all else prompts.select(chunk))
             except Exception as error:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from digenrl.cli.main import SUBCOMMANDS
 from tests.cli.commands import TOY, Digenrl
 
 REPOSITORY = str(Path(__file__).parents[2])
@@ -29,12 +30,12 @@ def test_help_names_the_commands(digenrl: Digenrl) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train"], "`train` is not a command; known: fit, plan, simulate, validate."),
+        (["train"], f"`train` is not a command; known: {', '.join(sorted(SUBCOMMANDS))}."),
         (
             ["--config", "toy.yaml"],
-            "`--config` must stand behind a command, fit or validate or simulate or plan: digenrl fit --config",
+            f"`--config` must stand behind a command, {' or '.join(SUBCOMMANDS)}: digenrl fit --config",
         ),
-        (["-x"], "`-x` must stand behind a command, fit or validate or simulate or plan: digenrl fit -x"),
+        (["-x"], f"`-x` must stand behind a command, {' or '.join(SUBCOMMANDS)}: digenrl fit -x"),
     ],
 )
 def test_what_is_no_command_is_refused(digenrl: Digenrl, words: list[str], message: str) -> None:

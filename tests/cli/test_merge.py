@@ -59,6 +59,18 @@ def test_plus_adds_to_a_list_and_later_options_mean_the_last_item() -> None:
     assert config == {"callbacks": ["A", {"class_path": "B", "init_args": {"y": "1"}}]}
 
 
+def test_a_number_says_which_item_of_a_list_is_meant() -> None:
+    base = "{list: [{class_path: A, init_args: {x: 1}}, {class_path: B, init_args: {y: 2}, weight: 3}]}"
+    config = merged(base, "--list.0.x=5", "--list.1.weight=6", "--list.1.init_args.y=7", "--list.0=B")
+    assert config["list"][0] == {"class_path": "B", "init_args": {}}
+    assert config["list"][1] == {"class_path": "B", "init_args": {"y": "7"}, "weight": "6"}
+
+
+def test_an_item_that_is_not_in_the_list_is_refused() -> None:
+    with pytest.raises(SettingError, match="`list.2.x` means item 2 of a list of 2, which are counted from 0."):
+        merged("{list: [A, B]}", "--list.2.init_args.x=1")
+
+
 def test_a_mapping_that_is_the_value_replaces_a_list() -> None:
     assert merged("{prompts: [a, b]}", "--prompts={c: 1}") == {"prompts": {"c": 1}}
 

@@ -88,16 +88,20 @@ def test_an_algorithm_of_ones_own_needs_no_types_for_what_it_passes_on(digenrl: 
 
 
 def test_failed_run_says_why_on_one_line_and_leaves_its_traceback(digenrl: Digenrl, folder: Path) -> None:
-    result = digenrl("fit", "--config", "toy.yaml", "--model.reward", f"{PARTS}.not_a_number")
+    words = ["--model.reward", f"{PARTS}.not_a_number", "--model.on_reward_error", "raise"]
+    result = digenrl("fit", "--config", "toy.yaml", *words)
     assert result.code == 1
     assert result.err[-1].startswith("error: reward `not_a_number` returned nan for 4 of 4 samples")
     assert result.err[-1].endswith("Traceback: runs/version_0/error.txt")
     assert "RewardError" in (folder / "runs/version_0/error.txt").read_text()
 
 
-def test_bug_in_a_reward_keeps_its_traceback(digenrl: Digenrl) -> None:
-    with pytest.raises(ValueError, match="the reward has a bug"):
-        digenrl("fit", "--config", "toy.yaml", "--model.reward", f"{PARTS}.broken")
+def test_bug_in_a_reward_is_one_line_and_keeps_its_traceback(digenrl: Digenrl, folder: Path) -> None:
+    words = ["--model.reward", f"{PARTS}.broken", "--model.on_reward_error", "raise"]
+    result = digenrl("fit", "--config", "toy.yaml", *words)
+    assert result.code == 1
+    assert "reward `broken` raised ValueError: the reward has a bug" in result.err[-1]
+    assert "raise ValueError" in (folder / "runs/version_0/error.txt").read_text()
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])

@@ -105,6 +105,14 @@ def test_calls_of_a_groupwise_reward_hold_whole_groups(batch_size: int, sizes: l
     assert [len(call) for call in reward.calls] == sizes
 
 
+def test_groups_that_are_mixed_in_a_batch_keep_their_samples() -> None:
+    rows = [0, 4, 1, 5, 2, 6, 3, 7]
+    reward = Asked(groupwise=True)
+    scored = score_samples(reward, MEDIA[rows], PROMPTS.select(rows), RETRY)
+    assert reward.calls == [list(range(8))]
+    assert scored.rewards.tolist() == [row / 16 for row in rows]
+
+
 class Offloaded(Asked):
     offload = True
 

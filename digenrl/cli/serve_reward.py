@@ -1,0 +1,150 @@
+"""`digenrl serve-reward`: one reward behind HTTP, so that it may have an environment, or a machine, of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from digenrl.cli.arguments import read_flags
+from digenrl.cli.errors import UsageError, show, suggest
+from digenrl.cli.quiet import own_log
+
+if TYPE_CHECKING:
+    from digenrl.rewards.server import RewardServer
+
+HELP = """\
+usage: digenrl serve-reward --reward NAME [--reward.SETTING VALUE]... [--port N]
+
+Serve a reward for `HTTPReward`, print the YAML that asks it, and run until stopped. Scores are those of the reward in
+the run's own process. docs/guide/remote_rewards.md describes it, docs/rewards_openapi.json the protocol.
+
+  digenrl serve-reward --reward OCRReward
+  digenrl serve-reward --reward my_rewards.brightness --port 8201
+  digenrl serve-reward --reward PickScore --device cuda --host 0.0.0.0 --token-env REWARD_TOKEN
+
+options:
+  --reward NAME             a class of `digenrl rewards list`, or the dotted path of a class or function of your own
+  --reward.SETTING VALUE    what its constructor takes
+  -c, --config FILE         YAML with the same under `reward:`, as in a run's configuration; options win over it
+  --port N                  default: 8200; 0 takes a free one
+  --host HOST               default: 127.0.0.1, which only this machine reaches; others need --token-env
+  --token-env NAME          environment variable with the token that clients must send
+  --device NAME             cpu, cuda, ... (default: cpu)
+  --max-request-mb N        largest request, and largest media once unpacked (default: 512)
+  -h, --help                show this
+"""
+
+_COMMAND = "digenrl serve-reward"
+_FLAGS = ("port", "host", "token-env", "device", "max-request-mb")
+_PACKAGES = ("fastapi", "uvicorn")
+_MAX_MB = 2**20
+
+
+def run(words: Sequence[str]) -> int:
+    """Serve until stopped; returns the exit code: 130 and 143 after signals.
+
+    Raises:
+        UsageError: wrong input, or a reward that cannot be set up.
+    """
+    if "--help" in words or "-h" in words:
+        print(HELP, end="")
+        return 0
+    _check_names(words)
+    for package in _PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            raise UsageError(f"`{_COMMAND}` needs the package {package}: pip install 'digenrl[serve]'")
+    with own_log():
+        return _serve(words)
+
+
+def _serve(words: Sequence[str]) -> int:
+    # These need torch and Lightning.
+    from digenrl.cli.devices import read_device
+    from digenrl.cli.reward_argument import make_reward
+    from digenrl.rewards import RewardError
+    from digenrl.rewards.remote import is_loopback, read_secret
+    from digenrl.rewards.server import RewardServer
+    from digenrl.rewards.wire import DEFAULT_PORT
+
+    reward, rest = make_reward(words)
+    flags = {name: _only(name, given) for name, given in read_flags(rest, _FLAGS, _COMMAND).items()}
+    host, variable = flags.get("host", "127.0.0.1"), flags.get("token-env")
+    port = _count(flags, "port", DEFAULT_PORT, least=0, most=65535)
+    max_request_mb = _count(flags, "max-request-mb", 512, least=1, most=_MAX_MB)
+    device = read_device(flags.get("device", "cpu"))
+    if variable is None and not is_loopback(host):
+        raise UsageError(f"`--token-env` is needed to serve beyond this machine, `--host` is {host}.")
+    try:
+        token = None if variable is None else read_secret(variable, setting="--token-env")
+        server = RewardServer(reward, host=host, port=port, token=token, max_request_mb=max_request_mb, device=device)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    try:
+        server.bind()
+    except OSError as error:
+        raise UsageError(f"`--port` {port} cannot be had on `--host` {host}: {error.strerror}.") from error
+    started_s = time.monotonic()
+    try:
+        server.set_up()
+    except RewardError as error:
+        raise UsageError(str(error)) from error
+
+    def say_ready() -> None:
+        seconds = time.monotonic() - started_s
+        print(
+            f"serving {server.health.reward} on {device} after {seconds:.0f} s\n\n{_yaml(server, variable)}", flush=True
+        )
+
+    return _run(server, say_ready)
+
+
+def _run(server: RewardServer, say_ready: Callable[[], None]) -> int:
+    """Serve, and give the exit code; the server lets the signals through that have stopped it."""
+    received: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    previous = {number: signal.signal(number, lambda number, _: received.append(number)) for number in numbers}
+    try:
+        server.run(say_ready)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return 128 + received[0] if received else 0
+
+
+def _yaml(server: RewardServer, variable: str | None) -> str:
+    """Write the reward that asks the server."""
+    lines = ["reward:", "  class_path: HTTPReward", "  init_args:"]
+    lines += [f"    url: {server.url}", f"    reward: {server.health.reward}"]
+    if server.health.requires:
+        lines.append(f"    requires: {json.dumps(server.health.requires)}")
+    if server.health.groupwise:
+        lines.append("    groupwise: true")
+    if variable is not None:
+        lines.append(f"    token_env: {variable}")
+    return "\n".join(lines)
+
+
+def _check_names(words: Sequence[str]) -> None:
+    """Refuse what is no option, before a misspelt one is said to be missing."""
+    known = ["--reward", "--config", *(f"--{flag}" for flag in _FLAGS)]
+    for word in words:
+        name = word.partition("=")[0]
+        if name.startswith("--") and name not in known and not name.startswith("--reward."):
+            raise UsageError(f"`{name}` is not an option of `{_COMMAND}`{suggest(name, known)}")
+
+
+def _only(name: str, given: Sequence[str]) -> str:
+    if len(given) > 1:
+        raise UsageError(f"`--{name}` must be given once, got {', '.join(given)}.")
+    return given[0]
+
+
+def _count(flags: Mapping[str, str], name: str, default: int, *, least: int, most: int) -> int:
+    text = flags.get(name, str(default))
+    if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
+        raise UsageError(f"`--{name}` must be a whole number from {least} to {most}, got {show(text)}.")
+    return int(text)

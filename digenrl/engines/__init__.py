@@ -2,6 +2,7 @@
 
 from digenrl.engines.engine import (
     Engine,
+    ObjectLost,
     ObjectRef,
     ObjectStore,
     RemoteTraceback,
@@ -17,6 +18,7 @@ __all__ = [
     "Engine",
     "InlineEngine",
     "LocalEngine",
+    "ObjectLost",
     "ObjectRef",
     "ObjectStore",
     "RemoteTraceback",

@@ -17,6 +17,13 @@ class WorkerDied(WorkerError):
     """A worker's process ended."""
 
 
+class ObjectLost(WorkerError):
+    """An object cannot be read, since the worker that kept it, `args[0]`, is gone."""
+
+    def __str__(self) -> str:
+        return f"an object that worker {self.args[0]} kept is gone."
+
+
 class WorkerTimeout(WorkerError):
     """A worker did not finish a task before its deadline."""
 
@@ -74,7 +81,11 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def get(self, ref: ObjectRef) -> Any:
-        """Read an object that some worker keeps. Its tensors may be shared memory: treat them as read-only."""
+        """Read an object that some worker keeps. Its tensors may be shared memory: treat them as read-only.
+
+        Raises:
+            ObjectLost: the worker that kept it is gone.
+        """
 
     @abstractmethod
     def free(self, refs: Sequence[ObjectRef]) -> None:

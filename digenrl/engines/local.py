@@ -16,7 +16,7 @@ from typing import Any
 
 import cloudpickle
 
-from digenrl.engines.engine import Engine, RemoteTraceback, Task, WorkerDied, WorkerFactory
+from digenrl.engines.engine import Engine, ObjectLost, RemoteTraceback, Task, WorkerDied, WorkerFactory
 from digenrl.engines.fork_server import ForkServer
 from digenrl.engines.shared_memory import SharedMemoryStore
 
@@ -141,8 +141,18 @@ class LocalEngine(Engine):
             task.finish(value)
         else:
             error, text = failure
+            if isinstance(error, ObjectLost) and self._has_died(error.args[0]):
+                # A reader may miss an object before the death of its maker, the cause, is noticed here.
+                died = f"worker {error.args[0]} {self._causes[error.args[0]]}"
+                error = WorkerDied(f"{died}, task `{task.name}` on worker {worker} needed what it kept.")
             error.__cause__ = RemoteTraceback(f"in worker {worker}, task `{task.name}`:\n{text}")
             task.finish(error=error)
+
+    def _has_died(self, worker: str) -> bool:
+        process = self._processes.get(worker)
+        if process is not None and wait([process.death], _SLICE_S):
+            self._bury(worker)
+        return worker in self._causes
 
     def _bury(self, worker: str) -> None:
         process = self._processes.pop(worker)

@@ -18,7 +18,7 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-from digenrl.engines.engine import ObjectRef, ObjectStore
+from digenrl.engines.engine import ObjectLost, ObjectRef, ObjectStore
 
 _ALIGNMENT = 64  # bytes; a cache line, and enough for any dtype
 
@@ -48,7 +48,11 @@ class SharedMemoryStore(ObjectStore):
     def get(self, ref: ObjectRef) -> Any:
         """Map the object; pages are copied only if somebody writes to them, and then privately."""
         pid, fd, header_size, extents = ref.address
-        with open(f"/proc/{pid}/fd/{fd}", "rb") as file:
+        try:
+            file = open(f"/proc/{pid}/fd/{fd}", "rb")  # noqa: SIM115 (closed below)
+        except FileNotFoundError as error:
+            raise ObjectLost(ref.worker) from error
+        with file:
             memory = memoryview(mmap.mmap(file.fileno(), ref.num_bytes, access=mmap.ACCESS_COPY))
         return pickle.loads(memory[:header_size], buffers=[memory[start : start + size] for start, size in extents])
 

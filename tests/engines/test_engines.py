@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -22,12 +23,14 @@ from digenrl.engines import (
     Engine,
     InlineEngine,
     LocalEngine,
+    ObjectLost,
     ObjectRef,
     ObjectStore,
     RemoteTraceback,
     WorkerDied,
     WorkerTimeout,
 )
+from tests.leftovers import left_in_shared_memory, names_in_shared_memory
 
 ROOT = Path(__file__).parents[2]
 DTYPES = [
@@ -305,6 +308,25 @@ def test_a_worker_that_is_killed_from_outside_in_mid_task_is_reported(local: Loc
         local.gather([task])
 
 
+def test_a_reader_that_misses_what_a_dead_worker_kept_is_told_by_the_death(local: LocalEngine) -> None:
+    local.start("b", Bench)
+    pid, ref = local.call("a", "pid"), local.call("a", "keep", torch.ones(3))
+    death = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGKILL)
+    select.select([death], [], [])  # it is dead, and the driver does not know yet
+    os.close(death)
+    with pytest.raises(WorkerDied, match="worker a killed by SIGKILL, task `read` on worker b needed what it kept"):
+        local.call("b", "read", ref)
+
+
+def test_a_reader_of_what_was_freed_is_told_by_the_keeper(local: LocalEngine) -> None:
+    local.start("b", Bench)
+    ref = local.call("a", "keep", torch.ones(3))
+    local.call("a", "free", [ref])
+    with pytest.raises(ObjectLost, match="an object that worker a kept is gone"):
+        local.call("b", "read", ref)
+
+
 def test_a_worker_that_is_killed_while_its_own_child_lives_is_reported(local: LocalEngine) -> None:
     # A child, of a data loader for example, inherits the worker's end of the connection.
     child, pid = local.call("a", "fork_a_sleeper"), local.call("a", "pid")
@@ -357,7 +379,7 @@ def test_shutdown_may_be_called_twice(engine: Engine) -> None:
 
 
 def test_shutdown_leaves_no_process_and_nothing_in_shared_memory() -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = names_in_shared_memory()
     engine = LocalEngine(30.0)
     for name in "abc":
         engine.start(name, Bench)
@@ -369,7 +391,7 @@ def test_shutdown_leaves_no_process_and_nothing_in_shared_memory() -> None:
         engine.call("c", "commit_suicide")
     engine.shutdown()
     assert [pid for pid in pids if psutil.pid_exists(pid)] == []
-    assert set(os.listdir("/dev/shm")) == before
+    assert left_in_shared_memory(before) == []
 
 
 # ---- objects -------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from digenrl.rewards.reward import compute_rewards
+from digenrl.rewards import compute_rewards
 from digenrl.types import Prompt, PromptBatch
 from examples.digits import pretrain
 from examples.digits.policy import DIGIT_WORDS, DigitCondition, DigitsPolicy

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -163,33 +165,50 @@ class Batches:
     def __iter__(self):
         return iter([self.prompts] * 2)
 
-if __name__ == "__main__":
-    ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+def train(rank, ranks):
     share = len(WORDS) // ranks
     prompts = [Prompt(word, uid) for uid, word in enumerate(WORDS)][rank * share : (rank + 1) * share]
     module = make("FlowGRPO-batch", lr=1e-2)
     strategy, devices = ("ddp", ranks) if ranks > 1 else ("auto", 1)
     _, _, weights = fit(strategy, module=module, data=Batches(prompts), devices=devices, max_steps=2)
+    return weights
+
+if __name__ == "__main__":
+    rank = int(os.environ["RANK"])
+    weights = train(rank, int(os.environ["WORLD_SIZE"]))
     if rank == 0:
         torch.save(weights, sys.argv[1])
 """
 
 
 def test_data_parallel_ranks_share_the_std_of_the_whole_step(tmp_path: Path) -> None:
-    script = tmp_path / "ranks.py"
+    script, saved = tmp_path / "ranks.py", tmp_path / "weights.pt"
     script.write_text(DATA_PARALLEL)
+    shared = {
+        **os.environ,
+        "PYTHONPATH": os.getcwd(),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "TORCHELASTIC_RUN_ID": "test",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(saved)],
+            env={**shared, "RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.DEVNULL,
+        )
+        for rank in ("0", "1")
+    ]
+    alone = runpy.run_path(str(script))["train"](rank=0, ranks=1)
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    assert largest_difference(torch.load(saved), alone) <= 1e-5
 
-    def run(ranks: int) -> dict[str, torch.Tensor]:
-        port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29641", "TORCHELASTIC_RUN_ID": "test"}
-        processes = []
-        for rank in range(ranks):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
-            env = {**os.environ, "PYTHONPATH": os.getcwd(), "LOCAL_WORLD_SIZE": str(ranks), **port, **place}
-            env = env if ranks > 1 else {**os.environ, "PYTHONPATH": os.getcwd()}
-            command = [sys.executable, str(script), str(tmp_path / f"{ranks}.pt")]
-            processes.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL))
-        assert [process.wait(timeout=120) for process in processes] == [0] * ranks
-        weights: dict[str, torch.Tensor] = torch.load(tmp_path / f"{ranks}.pt")
-        return weights
 
-    assert largest_difference(run(2), run(1)) <= 1e-5
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+        return port

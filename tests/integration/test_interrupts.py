@@ -13,6 +13,8 @@ import psutil
 import pytest
 import torch
 
+from tests.leftovers import left_in_shared_memory, names_in_shared_memory
+
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
@@ -51,7 +53,7 @@ class Run:
     """A run in a process group of its own, as a terminal would start it."""
 
     def __init__(self, case: str, folder: Path) -> None:
-        self.shared_memory = set(os.listdir("/dev/shm"))
+        self.shared_memory = names_in_shared_memory()
         self.process = subprocess.Popen(
             [sys.executable, "-c", SCRIPT, case, str(folder)],
             cwd=ROOT,
@@ -80,7 +82,7 @@ class Run:
     def leftovers(self) -> list[str]:
         """What is still there, after a few seconds for the kernel to clean up."""
         _, alive = psutil.wait_procs(self.family, timeout=5)
-        return [str(process) for process in alive] + sorted(set(os.listdir("/dev/shm")) - self.shared_memory)
+        return [str(process) for process in alive] + left_in_shared_memory(self.shared_memory)
 
 
 def test_nothing_is_left_after_success(tmp_path: Path) -> None:
@@ -98,7 +100,7 @@ def test_nothing_is_left_after_an_error_and_the_error_says_where(tmp_path: Path)
     assert code == 1
     assert "ZeroDivisionError: a bug in timestep_loss" in errors
     assert "in worker trainer-0, task `update`" in errors
-    mine = [process for process in psutil.process_iter(["environ"]) if str(tmp_path) in " ".join(process.cmdline())]
+    mine = [process for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in (process.info["cmdline"] or ())]
     assert mine == []
     assert run.leftovers() == []
 

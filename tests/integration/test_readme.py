@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from digenrl.cli import main
 from examples.digits import pretrain
 
 ROOT = Path(__file__).parents[2]
@@ -43,13 +44,17 @@ def test_the_python_snippet_runs(workplace: Path) -> None:
     assert (workplace / "runs/version_0/metrics.csv").read_text().count("\n") == 3
 
 
-def test_the_yaml_and_the_command_run(workplace: Path) -> None:
-    config = workplace / "run.yaml"
+@pytest.mark.usefixtures("restored_process")
+def test_the_yaml_runs(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workplace)
     settings = yaml.safe_load(blocks("yaml")[0])
     settings["trainer"]["max_steps"] = 1
-    config.write_text(yaml.safe_dump(settings))
-    done = run([sys.executable, "-m", "digenrl", "fit", "--config", str(config)], workplace)
-    assert done.returncode == 0, done.stderr
+    Path("run.yaml").write_text(yaml.safe_dump(settings))
+    assert main(["fit", "--config", "run.yaml"]) == 0
+    assert (workplace / "runs/version_0/metrics.csv").exists()
+
+
+def test_the_command_is_accepted(workplace: Path) -> None:
     command = next(line for line in "\n".join(blocks("bash")).splitlines() if "digenrl fit" in line).split()
     short = [sys.executable, "-m", "digenrl", *command[1:], "--trainer.max_steps", "1", "--print_config"]
     done = run(short, workplace)

@@ -27,6 +27,7 @@ from digenrl.rewards.scoring import (
     score_samples,
 )
 from digenrl.rewards.several import SeveralRewards
+from digenrl.rewards.vlm_judge import VLMJudge, VLMRubric
 
 __all__ = [
     "AestheticScore",
@@ -48,6 +49,8 @@ __all__ = [
     "RewardTraits",
     "SafetyReward",
     "SeveralRewards",
+    "VLMJudge",
+    "VLMRubric",
     "check_prompts",
     "compute_rewards",
     "reward_name",

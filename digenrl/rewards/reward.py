@@ -116,7 +116,7 @@ def set_up_reward(reward: Reward, device: torch.device) -> None:
     try:
         setup(torch.device("cpu") if RewardTraits.of(reward).offload else device)
     except Exception as error:
-        raise RewardError(f"reward `{reward_name(reward)}` cannot be set up: {describe_error(error)}") from error
+        raise RewardError(f"reward `{reward_name(reward)}` cannot be set up: {describe_error(error)}.") from error
 
 
 def check_prompts(reward: Reward, prompts: Sequence[Prompt], *, name: str = "prompts") -> None:
@@ -141,7 +141,7 @@ def check_prompts(reward: Reward, prompts: Sequence[Prompt], *, name: str = "pro
 
 def describe_error(error: BaseException) -> str:
     """Say in one line what was raised; an error of ours says all in its message."""
-    message = " ".join(str(error).split())
+    message = " ".join(str(error).split()).removesuffix(".")
     if isinstance(error, RewardError):
         return message
     return f"{type(error).__name__}: {message}" if message else type(error).__name__

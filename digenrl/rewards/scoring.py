@@ -174,7 +174,7 @@ def _ask_once(
                 given: Any = reward(media if is_all else media[chunk], prompts if is_all else prompts.select(chunk))
             except Exception as error:
                 answer.error = error
-                answer.reasons.update(dict.fromkeys(chunk, f"raised {describe_error(error)}"))
+                answer.reasons.update(dict.fromkeys(chunk, _raised(error)))
                 continue
             values = _one_each(given, len(chunk))
             if isinstance(values, str):
@@ -185,10 +185,14 @@ def _ask_once(
                 if number is not None:
                     answer.rewards[row] = number
                 elif isinstance(value, Exception):  # of a reward that asks about each sample by itself
-                    answer.error, answer.reasons[row] = value, f"raised {describe_error(value)}"
+                    answer.error, answer.reasons[row] = value, _raised(value)
                 else:
                     answer.reasons[row] = f"returned {value!r}"
     return answer
+
+
+def _raised(error: Exception) -> str:
+    return f"{'failed:' if isinstance(error, RewardError) else 'raised'} {describe_error(error)}"
 
 
 def _one_each(given: Any, num_samples: int) -> list[Any] | str:

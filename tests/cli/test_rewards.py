@@ -200,7 +200,7 @@ def test_failed_reward_names_the_file_on_one_line(digenrl: Digenrl) -> None:
 def test_reward_that_cannot_be_set_up_says_what_to_install(digenrl: Digenrl) -> None:
     result = digenrl("rewards", "try", "--reward", f"{TOYS}.Uninstalled", "--image", "red.png", "--prompt", "x")
     assert (result.code, len(result.err)) == (1, 1)
-    assert result.err[0].endswith("reward Uninstalled needs the package y: pip install 'digenrl[y]'")
+    assert result.err[0].endswith("reward Uninstalled needs the package y: pip install 'digenrl[y]'.")
 
 
 def test_traceback_of_a_reward_is_printed_on_demand(digenrl: Digenrl, monkeypatch: pytest.MonkeyPatch) -> None:

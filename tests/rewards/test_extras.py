@@ -27,10 +27,10 @@ def test_a_missing_package_is_one_line_that_says_what_installs_it(
     reward: Any, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
-    message = f"reward {reward.__name__} needs the package {package}: pip install 'digenrl[{extra}]'"
+    message = f"reward {reward.__name__} needs the package {package}; install it with `pip install 'digenrl[{extra}]'`"
     with pytest.raises(RewardError) as info:
         set_up_reward(reward(), torch.device("cpu"))
-    assert str(info.value) == f"reward `{reward.__name__}` cannot be set up: ImportError: {message}"
+    assert str(info.value) == f"reward `{reward.__name__}` cannot be set up: ImportError: {message}."
     assert reward.extra == extra
 
 

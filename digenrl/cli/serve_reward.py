@@ -7,6 +7,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from digenrl.cli.arguments import read_flags
@@ -62,10 +63,28 @@ def run(words: Sequence[str]) -> int:
 
 
 def _serve(words: Sequence[str]) -> int:
+    server, variable = _make_server(words)
+    _take_port(server.bind, server)
+    started_s = time.monotonic()
+    from digenrl.rewards import RewardError
+
+    try:
+        server.set_up()
+    except RewardError as error:
+        raise UsageError(str(error)) from error
+
+    def say_ready() -> None:
+        ready = f"serving {server.health.reward} on {server.device} after {time.monotonic() - started_s:.0f} s"
+        print(f"{ready}\n\n{_yaml(server, variable)}", flush=True)
+
+    return _run(server, say_ready)
+
+
+def _make_server(words: Sequence[str]) -> tuple[RewardServer, str | None]:
+    """Make what the words describe, and give the name of the token's variable."""
     # These need torch and Lightning.
     from digenrl.cli.devices import read_device
     from digenrl.cli.reward_argument import make_reward
-    from digenrl.rewards import RewardError
     from digenrl.rewards.remote import is_loopback, read_secret
     from digenrl.rewards.server import RewardServer
     from digenrl.rewards.wire import DEFAULT_PORT
@@ -73,33 +92,29 @@ def _serve(words: Sequence[str]) -> int:
     reward, rest = make_reward(words)
     flags = {name: _only(name, given) for name, given in read_flags(rest, _FLAGS, _COMMAND).items()}
     host, variable = flags.get("host", "127.0.0.1"), flags.get("token-env")
-    port = _count(flags, "port", DEFAULT_PORT, least=0, most=65535)
-    max_request_mb = _count(flags, "max-request-mb", 512, least=1, most=_MAX_MB)
-    device = read_device(flags.get("device", "cpu"))
     if variable is None and not is_loopback(host):
         raise UsageError(f"`--token-env` is needed to serve beyond this machine, `--host` is {host}.")
     try:
-        token = None if variable is None else read_secret(variable, setting="--token-env")
-        server = RewardServer(reward, host=host, port=port, token=token, max_request_mb=max_request_mb, device=device)
+        server = RewardServer(
+            reward,
+            host=host,
+            port=_count(flags, "port", DEFAULT_PORT, least=0, most=65535),
+            token=None if variable is None else read_secret(variable, setting="--token-env"),
+            max_request_mb=_count(flags, "max-request-mb", 512, least=1, most=_MAX_MB),
+            device=read_device(flags.get("device", "cpu")),
+        )
     except ValueError as error:
         raise UsageError(str(error)) from error
+    return server, variable
+
+
+def _take_port(take: Callable[[], None], server: RewardServer) -> None:
     try:
-        server.bind()
+        take()
     except OSError as error:
-        raise UsageError(f"`--port` {port} cannot be had on `--host` {host}: {error.strerror}.") from error
-    started_s = time.monotonic()
-    try:
-        server.set_up()
-    except RewardError as error:
-        raise UsageError(str(error)) from error
-
-    def say_ready() -> None:
-        seconds = time.monotonic() - started_s
-        print(
-            f"serving {server.health.reward} on {device} after {seconds:.0f} s\n\n{_yaml(server, variable)}", flush=True
-        )
-
-    return _run(server, say_ready)
+        raise UsageError(
+            f"`--port` {server.port} cannot be had on `--host` {server.host}: {error.strerror}."
+        ) from error
 
 
 def _run(server: RewardServer, say_ready: Callable[[], None]) -> int:
@@ -108,7 +123,7 @@ def _run(server: RewardServer, say_ready: Callable[[], None]) -> int:
     numbers = (signal.SIGINT, signal.SIGTERM)
     previous = {number: signal.signal(number, lambda number, _: received.append(number)) for number in numbers}
     try:
-        server.run(say_ready)
+        _take_port(partial(server.run, say_ready), server)  # of two that load at a time, one has it now
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -15,7 +15,7 @@ from digenrl.cli.errors import UsageError, show, suggest
 from digenrl.cli.quiet import own_log
 
 if TYPE_CHECKING:
-    from digenrl.rewards.server import RewardServer
+    from digenrl.rewards.remote.server import RewardServer
 
 HELP = """\
 usage: digenrl serve-reward --reward NAME [--reward.SETTING VALUE]... [--port N]
@@ -85,9 +85,9 @@ def _make_server(words: Sequence[str]) -> tuple[RewardServer, str | None]:
     # These need torch and Lightning.
     from digenrl.cli.devices import read_device
     from digenrl.cli.reward_argument import make_reward
-    from digenrl.rewards.remote import is_loopback, read_secret
-    from digenrl.rewards.server import RewardServer
-    from digenrl.rewards.wire import DEFAULT_PORT
+    from digenrl.rewards.remote.connection import is_loopback, read_secret
+    from digenrl.rewards.remote.server import RewardServer
+    from digenrl.rewards.remote.wire import DEFAULT_PORT
 
     reward, rest = make_reward(words)
     flags = {name: _only(name, given) for name, given in read_flags(rest, _FLAGS, _COMMAND).items()}

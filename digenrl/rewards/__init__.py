@@ -1,13 +1,15 @@
 """Rewards: what a sample is worth."""
 
-from digenrl.rewards.aesthetic import AestheticScore
-from digenrl.rewards.clip_score import CLIPScore
 from digenrl.rewards.frames import FrameReward
-from digenrl.rewards.hpsv2 import HPSv2
-from digenrl.rewards.image_reward import ImageReward
 from digenrl.rewards.jpeg import JpegCompressibility, JpegIncompressibility
+from digenrl.rewards.judge.vlm_judge import VLMJudge, VLMRubric
 from digenrl.rewards.ocr import OCRReward
-from digenrl.rewards.pick_score import PickScore
+from digenrl.rewards.preference.aesthetic import AestheticScore
+from digenrl.rewards.preference.clip_score import CLIPScore
+from digenrl.rewards.preference.hpsv2 import HPSv2
+from digenrl.rewards.preference.image_reward import ImageReward
+from digenrl.rewards.preference.pick_score import PickScore
+from digenrl.rewards.remote.http import HTTPReward
 from digenrl.rewards.reward import (
     JoinedReward,
     Reward,
@@ -27,7 +29,6 @@ from digenrl.rewards.scoring import (
     score_samples,
 )
 from digenrl.rewards.several import SeveralRewards
-from digenrl.rewards.vlm_judge import VLMJudge, VLMRubric
 
 __all__ = [
     "AestheticScore",
@@ -35,6 +36,7 @@ __all__ = [
     "ErrorPolicy",
     "FrameReward",
     "HPSv2",
+    "HTTPReward",
     "ImageReward",
     "JoinedReward",
     "JpegCompressibility",

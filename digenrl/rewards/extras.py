@@ -22,5 +22,6 @@ def import_extra(module: str, *, reward: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ImportError(
-            f"reward {reward} needs the package {error.name or module}; install it with `pip install 'digenrl[{extra}]'`"
+            f"reward {reward} needs the package {error.name or module}; install it with "
+            f"`pip install 'digenrl[{extra}]'`"
         ) from error

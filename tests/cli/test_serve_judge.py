@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 
-from digenrl.rewards.vlm_judge import VLMJudge
+from digenrl.rewards.judge.vlm_judge import VLMJudge
 from tests.cli.commands import Digenrl
 
 ROOT = Path(__file__).parents[2]

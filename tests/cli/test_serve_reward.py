@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from digenrl.cli.reward_argument import make_reward
-from digenrl.rewards.http import HTTPReward
+from digenrl.rewards.remote.http import HTTPReward
 from digenrl.types import Prompt, PromptBatch
 from tests.cli.commands import Digenrl
 
@@ -136,7 +136,9 @@ def test_a_reward_of_the_users_is_served_and_what_is_printed_asks_it(
         described: dict[str, Any] = yaml.safe_load("".join(lines[1:]))["reward"]
         assert described["class_path"] == "HTTPReward"
         (mine / "printed.yaml").write_text("".join(lines[1:]))
-        reward, _ = make_reward(["--config", str(mine / "printed.yaml"), "--reward", "digenrl.rewards.http.HTTPReward"])
+        reward, _ = make_reward(
+            ["--config", str(mine / "printed.yaml"), "--reward", "digenrl.rewards.remote.http.HTTPReward"]
+        )
         assert isinstance(reward, HTTPReward)
         assert (reward.requires, reward.groupwise) == (("level",), True)
         reward.setup(torch.device("cpu"))

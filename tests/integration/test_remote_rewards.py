@@ -16,12 +16,12 @@ from torch import Tensor
 from digenrl import DisaggregatedStrategy, PromptBatch
 from digenrl.algorithms import FlowGRPO
 from digenrl.rewards import RewardError
-from digenrl.rewards import http as http_module
-from digenrl.rewards.http import HTTPReward
-from digenrl.rewards.remote import Backoff
+from digenrl.rewards.remote import http as http_module
+from digenrl.rewards.remote.connection import Backoff
+from digenrl.rewards.remote.http import HTTPReward
 from digenrl.strategies.driver import WorkerSpan
 from tests.integration.toy_runs import fit
-from tests.rewards.served import ServerThread, served
+from tests.rewards.remote.served import ServerThread, served
 from tests.toy import ToyPolicy, level_reward
 
 

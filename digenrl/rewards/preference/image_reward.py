@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from digenrl.rewards.clip import ProcessorPreprocess, clip_image_processor, load_tokenizer
 from digenrl.rewards.frames import FrameReward
+from digenrl.rewards.preference.clip import ProcessorPreprocess, clip_image_processor, load_tokenizer
+from digenrl.rewards.preference.score_head import ScoreHead
+from digenrl.rewards.preference.tokens import PromptTokenizer
+from digenrl.rewards.preference.weights import DType, as_dtype, check_file, check_folder, load_state, model_from_state
 from digenrl.rewards.reward import RewardError, reward_name
-from digenrl.rewards.score_head import ScoreHead
-from digenrl.rewards.tokens import PromptTokenizer
-from digenrl.rewards.weights import DType, as_dtype, check_file, check_folder, load_state, model_from_state
 from digenrl.types import PromptBatch
 
 _MEAN, _STD = 0.16717362830052426, 1.0333394966054072

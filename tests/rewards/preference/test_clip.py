@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import AutoTokenizer, CLIPModel, CLIPProcessor
 
 from digenrl.rewards import RewardError, compute_rewards, set_up_reward
-from digenrl.rewards.aesthetic import AestheticScore
-from digenrl.rewards.clip_score import CLIPScore
-from digenrl.rewards.pick_score import PickScore
-from tests.rewards.tiny_preference_models import (
+from digenrl.rewards.preference.aesthetic import AestheticScore
+from digenrl.rewards.preference.clip_score import CLIPScore
+from digenrl.rewards.preference.pick_score import PickScore
+from tests.rewards.preference.tiny_preference_models import (
     TEXTS,
     head_state,
     image_processor,

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from digenrl.rewards import SeveralRewards
-from digenrl.rewards.server import RewardServer, openapi
-from digenrl.rewards.wire import encode_request
+from digenrl.rewards.remote.server import RewardServer, openapi
+from digenrl.rewards.remote.wire import encode_request
 from digenrl.types import Prompt, PromptBatch
-from tests.rewards.served import ServerThread, served
+from tests.rewards.remote.served import ServerThread, served
 from tests.toy import level_reward
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 JSON = {"Content-Type": "application/json"}
 PROMPTS = PromptBatch.for_step([Prompt("low", 0), Prompt("top", 1)], step=0, group_size=2, seed=0)
 MEDIA = torch.rand(4, 1, 2, 4, generator=torch.Generator().manual_seed(0))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from digenrl.rewards import RewardError
-from digenrl.rewards.weights import check_file, check_folder, load_folder, load_state
+from digenrl.rewards.preference.weights import check_file, check_folder, load_folder, load_state
 
 
 class Trap:

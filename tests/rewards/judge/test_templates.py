@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from digenrl.rewards import RewardError
-from digenrl.rewards.templates import fill_in, template_columns
+from digenrl.rewards.judge.templates import fill_in, template_columns
 from digenrl.types import Prompt
 
 

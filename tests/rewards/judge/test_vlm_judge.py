@@ -17,11 +17,11 @@ from torch import Tensor
 
 from digenrl import DisaggregatedStrategy
 from digenrl.rewards import ErrorPolicy, RewardError, compute_rewards, score_samples, set_up_reward
+from digenrl.rewards.judge.vlm_judge import VLMJudge, VLMRubric
 from digenrl.rewards.reward import RewardTraits, check_prompts
-from digenrl.rewards.vlm_judge import VLMJudge, VLMRubric
 from digenrl.types import Prompt, PromptBatch
 from tests.integration.toy_runs import fit
-from tests.rewards.fake_chat_server import Asked, FakeChatServer, Token, refusal
+from tests.rewards.judge.fake_chat_server import Asked, FakeChatServer, Token, refusal
 from tests.toy import toy_module
 
 CPU = torch.device("cpu")
@@ -337,7 +337,7 @@ def test_missing_vllm_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_guides_configurations_are_taken() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "guide" / "vlm_judge.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "guide" / "vlm_judge.md").read_text()
     rewards = [yaml.safe_load(block)["reward"] for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
     judge, rubric = ({"VLMJudge": VLMJudge, "VLMRubric": VLMRubric}[each["class_path"]] for each in rewards)
     assert judge(**rewards[0]["init_args"]).requires == ("object", "color")

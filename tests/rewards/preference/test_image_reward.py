@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from digenrl.rewards import RewardError, compute_rewards, set_up_reward
-from digenrl.rewards.image_reward import ImageReward
-from tests.rewards.tiny_preference_models import (
+from digenrl.rewards.preference.image_reward import ImageReward
+from tests.rewards.preference.tiny_preference_models import (
     TEXTS,
     image_processor,
     image_reward_state,

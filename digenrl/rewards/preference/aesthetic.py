@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from digenrl.rewards.clip import ClipEmbedder, ClipReward, load_clip
+from digenrl.rewards.preference.clip import ClipEmbedder, ClipReward, load_clip
+from digenrl.rewards.preference.score_head import ScoreHead
+from digenrl.rewards.preference.weights import DType, check_file, check_folder, load_state
 from digenrl.rewards.reward import RewardError, reward_name
-from digenrl.rewards.score_head import ScoreHead
-from digenrl.rewards.weights import DType, check_file, check_folder, load_state
 from digenrl.types import PromptBatch
 
 

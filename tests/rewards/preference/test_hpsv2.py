@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from transformers import AutoTokenizer
 
 from digenrl.rewards import RewardError, compute_rewards, set_up_reward
-from digenrl.rewards.hpsv2 import HPSv2, PaddedPreprocess
-from tests.rewards.tiny_preference_models import (
+from digenrl.rewards.preference.hpsv2 import HPSv2, PaddedPreprocess
+from tests.rewards.preference.tiny_preference_models import (
     SIZE,
     TEXTS,
     images,

@@ -8,11 +8,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
-from digenrl.rewards.clip import ClipEmbedder, ClipReward, check_positive, clip_image_processor, load_tokenizer
 from digenrl.rewards.images import to_uint8
-from digenrl.rewards.open_clip import clip_state
+from digenrl.rewards.preference.clip import (
+    ClipEmbedder,
+    ClipReward,
+    check_positive,
+    clip_image_processor,
+    load_tokenizer,
+)
+from digenrl.rewards.preference.open_clip import clip_state
+from digenrl.rewards.preference.weights import (
+    DType,
+    check_file,
+    check_folder,
+    load_folder,
+    load_state,
+    model_from_state,
+)
 from digenrl.rewards.reward import RewardError, reward_name
-from digenrl.rewards.weights import DType, check_file, check_folder, load_folder, load_state, model_from_state
 from digenrl.types import PromptBatch
 
 

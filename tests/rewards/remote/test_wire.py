@@ -22,7 +22,7 @@ from torch import Tensor
 
 from digenrl.rewards import RewardBatch, RewardError, RewardFailure
 from digenrl.rewards.jpeg import JpegCompressibility
-from digenrl.rewards.wire import (
+from digenrl.rewards.remote.wire import (
     WireError,
     check_metadata,
     decode_answer,

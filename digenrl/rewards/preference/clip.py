@@ -13,9 +13,9 @@ from torch.nn.functional import normalize
 
 from digenrl.rewards.frames import FrameReward
 from digenrl.rewards.images import to_pil
+from digenrl.rewards.preference.tokens import PromptTokenizer
+from digenrl.rewards.preference.weights import DType, as_dtype, load_folder, load_model
 from digenrl.rewards.reward import RewardError, reward_name
-from digenrl.rewards.tokens import PromptTokenizer
-from digenrl.rewards.weights import DType, as_dtype, load_folder, load_model
 from digenrl.types import PromptBatch
 
 Preprocess = Callable[[Tensor], Tensor]

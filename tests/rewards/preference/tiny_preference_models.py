@@ -20,11 +20,11 @@ from transformers import (
 )
 
 from digenrl.rewards import FrameReward
-from digenrl.rewards.aesthetic import AestheticScore
-from digenrl.rewards.clip_score import CLIPScore
-from digenrl.rewards.hpsv2 import HPSv2
-from digenrl.rewards.image_reward import ImageReward
-from digenrl.rewards.pick_score import PickScore
+from digenrl.rewards.preference.aesthetic import AestheticScore
+from digenrl.rewards.preference.clip_score import CLIPScore
+from digenrl.rewards.preference.hpsv2 import HPSv2
+from digenrl.rewards.preference.image_reward import ImageReward
+from digenrl.rewards.preference.pick_score import PickScore
 from digenrl.types import Prompt, PromptBatch
 
 TEXTS = ["a photo of a red cat on a blue sofa", "a green dog", "text that says HELLO", "a green dog"]

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from digenrl.rewards.remote import Backoff, checked_url, is_loopback, read_secret, retry_after_s
+from digenrl.rewards.remote.connection import Backoff, checked_url, is_loopback, read_secret, retry_after_s
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8200/", "https://rewards.example/ocr"])

@@ -22,10 +22,8 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from digenrl.rewards.remote import is_loopback
-from digenrl.rewards.reward import JoinedReward, Reward, RewardTraits, check_prompts, reward_name, set_up_reward
-from digenrl.rewards.scoring import ErrorPolicy, score_samples
-from digenrl.rewards.wire import (
+from digenrl.rewards.remote.connection import is_loopback
+from digenrl.rewards.remote.wire import (
     PROTOCOL,
     WireError,
     decode_media,
@@ -33,6 +31,8 @@ from digenrl.rewards.wire import (
     encode_answer,
     served_name,
 )
+from digenrl.rewards.reward import JoinedReward, Reward, RewardTraits, check_prompts, reward_name, set_up_reward
+from digenrl.rewards.scoring import ErrorPolicy, score_samples
 from digenrl.types import PromptBatch
 
 log = logging.getLogger(__name__)

@@ -11,9 +11,8 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from digenrl.rewards.remote import Backoff, checked_url, is_loopback, read_secret, retry_after_s
-from digenrl.rewards.reward import RewardError
-from digenrl.rewards.wire import (
+from digenrl.rewards.remote.connection import Backoff, checked_url, is_loopback, read_secret, retry_after_s
+from digenrl.rewards.remote.wire import (
     DEFAULT_PORT,
     PROTOCOL,
     Encoding,
@@ -23,6 +22,7 @@ from digenrl.rewards.wire import (
     decode_object,
     encode_request,
 )
+from digenrl.rewards.reward import RewardError
 from digenrl.types import Prompt, PromptBatch
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ import torch
 from PIL import Image
 
 from digenrl.rewards import RewardError
-from digenrl.rewards.answers import Candidates
-from digenrl.rewards.chat import ChatServer, Question
-from tests.rewards.fake_chat_server import HANG, FakeChatServer, Fault, refusal
+from digenrl.rewards.judge.answers import Candidates
+from digenrl.rewards.judge.chat import ChatServer, Question
+from tests.rewards.judge.fake_chat_server import HANG, FakeChatServer, Fault, refusal
 
 GREY = Image.new("RGB", (4, 4), (51, 51, 51))
 QUESTION = Question("Is it bright?", (GREY,), ("Yes", "No"))
@@ -65,7 +65,7 @@ class Waits:
 def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     noted = Waits()
     monkeypatch.setattr(
-        "digenrl.rewards.chat.time", SimpleNamespace(sleep=noted, monotonic=time.monotonic, time=time.time)
+        "digenrl.rewards.judge.chat.time", SimpleNamespace(sleep=noted, monotonic=time.monotonic, time=time.time)
     )
     return noted
 

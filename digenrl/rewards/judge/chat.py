@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 import torch
 from PIL import Image
 
-from digenrl.rewards.answers import Candidates
+from digenrl.rewards.judge.answers import Candidates
+from digenrl.rewards.remote.wire import is_loopback
 from digenrl.rewards.reward import RewardError, shortened
-from digenrl.rewards.wire import is_loopback
 
 if TYPE_CHECKING:
     import httpx

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from digenrl.rewards import ErrorPolicy, Reward, RewardError, RewardTraits, score_samples, set_up_reward
-from digenrl.rewards import http as http_module
-from digenrl.rewards.http import HTTPReward
 from digenrl.rewards.jpeg import JpegIncompressibility
-from digenrl.rewards.remote import Backoff
-from digenrl.rewards.wire import encode_request
+from digenrl.rewards.remote import http as http_module
+from digenrl.rewards.remote.connection import Backoff
+from digenrl.rewards.remote.http import HTTPReward
+from digenrl.rewards.remote.wire import encode_request
 from digenrl.types import Prompt, PromptBatch
-from tests.rewards.served import ServerThread, served
+from tests.rewards.remote.served import ServerThread, served
 from tests.toy import level_reward
 
 CPU = torch.device("cpu")

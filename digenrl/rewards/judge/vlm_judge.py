@@ -9,12 +9,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from digenrl.rewards.answers import YES_NO, Reading, read_first_token, scale_choices
-from digenrl.rewards.chat import DEFAULT_URL, Chat, ChatServer, Question
 from digenrl.rewards.images import to_pil
+from digenrl.rewards.judge.answers import YES_NO, Reading, read_first_token, scale_choices
+from digenrl.rewards.judge.chat import DEFAULT_URL, Chat, ChatServer, Question
+from digenrl.rewards.judge.templates import fill_in, template_columns
+from digenrl.rewards.judge.vllm_chat import VLLMChat
 from digenrl.rewards.several import SeveralRewards
-from digenrl.rewards.templates import fill_in, template_columns
-from digenrl.rewards.vllm_chat import VLLMChat
 from digenrl.types import Prompt, PromptBatch
 
 Answer = Literal["yes_no", "score"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from digenrl.rewards import FrameReward, RewardError, compute_rewards, set_up_reward
-from tests.rewards.tiny_preference_models import NAMES, TinyModels, images, prompts
+from tests.rewards.preference.tiny_preference_models import NAMES, TinyModels, images, prompts
 
 CPU = torch.device("cpu")
 

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from digenrl.rewards.clip import ClipEmbedder, ClipReward, check_positive, load_clip
+from digenrl.rewards.preference.clip import ClipEmbedder, ClipReward, check_positive, load_clip
+from digenrl.rewards.preference.weights import DType, check_folder
 from digenrl.rewards.reward import reward_name
-from digenrl.rewards.weights import DType, check_folder
 from digenrl.types import PromptBatch
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from digenrl.rewards import Reward
-from digenrl.rewards.server import RewardServer
+from digenrl.rewards.remote.server import RewardServer
 
 
 class ServerThread:

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from digenrl.rewards import RewardError
-from digenrl.rewards.answers import YES_NO, read_first_token, scale_choices
+from digenrl.rewards.judge.answers import YES_NO, read_first_token, scale_choices
 
 TO_TEN = scale_choices(0, 10)
 

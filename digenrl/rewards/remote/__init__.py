@@ -1,0 +1,1 @@
+"""Rewards in another process: the client, the protocol and the server."""

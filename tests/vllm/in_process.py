@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from digenrl.rewards import compute_rewards, set_up_reward
-from digenrl.rewards.vlm_judge import VLMJudge
+from digenrl.rewards.judge.vlm_judge import VLMJudge
 from digenrl.types import Prompt, PromptBatch
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ import yaml
 from torch import Tensor
 
 from digenrl.rewards import RewardError, compute_rewards, set_up_reward
-from digenrl.rewards.answers import YES_NO, scale_choices
-from digenrl.rewards.vlm_judge import VLMJudge, VLMRubric
+from digenrl.rewards.judge.answers import YES_NO, scale_choices
+from digenrl.rewards.judge.vlm_judge import VLMJudge, VLMRubric
 from digenrl.types import Prompt, PromptBatch
 
 HERE = Path(__file__).parent

@@ -13,8 +13,8 @@ from digenrl.rewards.judge.chat import NUM_CANDIDATES, Question
 from digenrl.rewards.reward import RewardError
 
 _MISSING = (
-    "`engine` vllm needs the package vllm; install it with `pip install 'digenrl[vllm]'`, or leave `engine` out and start "
-    "`digenrl serve-judge`, whose environment may be another one"
+    "`engine` vllm needs the package vllm; install it with `pip install 'digenrl[vllm]'`, or leave `engine` out and "
+    "start `digenrl serve-judge`, whose environment may be another one"
 )
 
 

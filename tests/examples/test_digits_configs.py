@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,16 +29,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def words(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def words(restored_process: None, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Work in the repository's root, with options that keep a run in a scratch folder; leaves the process as it was."""
     monkeypatch.chdir(ROOT)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        monkeypatch.setenv(name, "")  # so that it is restored, whatever a run makes of it
-        monkeypatch.delenv(name)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield ["--model.policy.checkpoint", str(base), "--trainer.default_root_dir", str(tmp_path)]
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    return ["--model.policy.checkpoint", str(base), "--trainer.default_root_dir", str(tmp_path)]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)

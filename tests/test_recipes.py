@@ -5,9 +5,6 @@ from __future__ import annotations
 import csv
 import math
 import re
-import signal
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +68,11 @@ KERNELS = {"flow": FlowSDE, "dance": DanceSDE, "cps": FlowCPS, "wan": WanLinearS
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(restored_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Work in a folder with `toy.yaml`, and leave the process as it was."""
     (tmp_path / "toy.yaml").write_text(TOY)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        monkeypatch.setenv(name, "")  # so that it is restored, whatever a run makes of it
-        monkeypatch.delenv(name)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield tmp_path
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    return tmp_path
 
 
 def rows(table: str) -> list[dict[str, str]]:

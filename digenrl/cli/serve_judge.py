@@ -11,14 +11,14 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
 from digenrl.cli.arguments import read_arguments
-from digenrl.cli.errors import UsageError, show, suggest
+from digenrl.cli.errors import UsageError, suggest
+from digenrl.cli.serving import noted_signals, read_count, read_secret_for
 from digenrl.cli.settings import take_flags
 
 HELP = """\
@@ -45,7 +45,6 @@ _POLL_S, _ASK_S = 0.25, 5.0
 _STOP_S = 15.0
 """That vLLM has to end by itself."""
 _PR_SET_PDEATHSIG = 1
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _NUM_LOGPROBS = 20  # as `VLMJudge` asks for
 
 
@@ -127,22 +126,16 @@ def read_job(flags: dict[str, str], extra: Sequence[str]) -> Job:
     if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
         raise UsageError(f"`--model` must be a folder or a hub id, there is no folder `{model}`.")
     host, variable = flags.get("host", "127.0.0.1"), flags.get("api_key_env")
-    if variable is None and host not in _LOOPBACK:
-        raise UsageError(f"`--api-key-env` is needed to serve beyond this machine, `--host` is {host}.")
-    if variable is not None and not os.environ.get(variable):
-        raise UsageError(
-            f"`--api-key-env` must name an environment variable that holds the key, {variable} is not set."
-        )
     return Job(
         model=model,
         served_name=flags.get("served_name", model),
-        port=_count(flags, "port", 8000, most=65535),
+        port=read_count(flags, "port", 8000, most=65535),
         host=host,
-        api_key=None if variable is None else os.environ[variable],
+        api_key=read_secret_for(host, variable, option="--api-key-env"),
         api_key_env=variable,
-        max_images=_count(flags, "max_images", 8),
+        max_images=read_count(flags, "max_images", 8),
         python=flags.get("python", sys.executable),
-        start_timeout_s=_count(flags, "start_timeout", 1800),
+        start_timeout_s=read_count(flags, "start_timeout", 1800),
         extra=tuple(extra),
     )
 
@@ -153,7 +146,7 @@ def serve(job: Job) -> int:
     if job.api_key is not None:
         environment["VLLM_API_KEY"] = job.api_key
     started_s = time.monotonic()
-    with _noted_signals() as received:
+    with noted_signals() as received:
         # In a session of its own, so that all of it can be ended; the kernel ends it should this process be killed.
         server = subprocess.Popen(job.command, env=environment, start_new_session=True, preexec_fn=_end_with_parent)
         try:
@@ -189,22 +182,6 @@ def _wait_until_ended(server: subprocess.Popen[bytes], received: Sequence[int]) 
     while server.poll() is None and not received:
         time.sleep(_POLL_S)
     return f"vLLM ended with exit code {server.returncode}"
-
-
-@contextmanager
-def _noted_signals() -> Iterator[list[int]]:
-    """Give SIGINT and SIGTERM as they are received; the loops that wait for the server look at them."""
-    received: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _end_with_parent() -> None:
@@ -245,11 +222,3 @@ def _check_port(job: Job) -> None:
             probe.bind((job.host, job.port))
         except OSError as error:
             raise UsageError(f"`--port` {job.port} cannot be had on {job.host}: {error.strerror}.") from error
-
-
-def _count(flags: dict[str, str], name: str, default: int, *, most: int = 10**6) -> int:
-    text = flags.get(name, str(default))
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= most:
-        option = name.replace("_", "-")
-        raise UsageError(f"`--{option}` is a count and must be from 1 to {most}, got {show(text)}.")
-    return int(text)

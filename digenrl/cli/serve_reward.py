@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from digenrl.cli.arguments import read_flags
-from digenrl.cli.errors import UsageError, show, suggest
+from digenrl.cli.errors import UsageError, suggest
 from digenrl.cli.quiet import own_log
+from digenrl.cli.serving import noted_signals, read_count, read_secret_for
 
 if TYPE_CHECKING:
     from digenrl.rewards.remote.server import RewardServer
@@ -85,22 +85,19 @@ def _make_server(words: Sequence[str]) -> tuple[RewardServer, str | None]:
     # These need torch and Lightning.
     from digenrl.cli.devices import read_device
     from digenrl.cli.reward_argument import make_reward
-    from digenrl.rewards.remote.connection import is_loopback, read_secret
     from digenrl.rewards.remote.server import RewardServer
     from digenrl.rewards.remote.wire import DEFAULT_PORT
 
     reward, rest = make_reward(words)
     flags = {name: _only(name, given) for name, given in read_flags(rest, _FLAGS, _COMMAND).items()}
     host, variable = flags.get("host", "127.0.0.1"), flags.get("token-env")
-    if variable is None and not is_loopback(host):
-        raise UsageError(f"`--token-env` is needed to serve beyond this machine, `--host` is {host}.")
     try:
         server = RewardServer(
             reward,
             host=host,
-            port=_count(flags, "port", DEFAULT_PORT, least=0, most=65535),
-            token=None if variable is None else read_secret(variable, setting="--token-env"),
-            max_request_mb=_count(flags, "max-request-mb", 512, least=1, most=_MAX_MB),
+            port=read_count(flags, "port", DEFAULT_PORT, least=0, most=65535),
+            token=read_secret_for(host, variable, option="--token-env"),
+            max_request_mb=read_count(flags, "max-request-mb", 512, most=_MAX_MB),
             device=read_device(flags.get("device", "cpu")),
         )
     except ValueError as error:
@@ -119,14 +116,8 @@ def _take_port(take: Callable[[], None], server: RewardServer) -> None:
 
 def _run(server: RewardServer, say_ready: Callable[[], None]) -> int:
     """Serve, and give the exit code; the server lets the signals through that have stopped it."""
-    received: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    previous = {number: signal.signal(number, lambda number, _: received.append(number)) for number in numbers}
-    try:
+    with noted_signals() as received:
         _take_port(partial(server.run, say_ready), server)  # of two that load at a time, one has it now
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
     return 128 + received[0] if received else 0
 
 
@@ -156,10 +147,3 @@ def _only(name: str, given: Sequence[str]) -> str:
     if len(given) > 1:
         raise UsageError(f"`--{name}` must be given once, got {', '.join(given)}.")
     return given[0]
-
-
-def _count(flags: Mapping[str, str], name: str, default: int, *, least: int, most: int) -> int:
-    text = flags.get(name, str(default))
-    if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
-        raise UsageError(f"`--{name}` must be a whole number from {least} to {most}, got {show(text)}.")
-    return int(text)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from digenrl.rewards.counts import check_count
 from digenrl.types import PromptBatch
 
 Frames = Literal["mean", "min", "max", "first", "middle", "last"]
@@ -56,8 +57,8 @@ class FrameReward(ABC):
         if frames not in (*_REDUCTIONS, *_SINGLE_FRAMES):
             raise ValueError(f"`frames` must be one of {', '.join((*_REDUCTIONS, *_SINGLE_FRAMES))}, got {frames!r}.")
         for name, value in {"num_frames": num_frames, "batch_size": batch_size}.items():
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"`{name}` is a count and must be at least 1, got {value!r}.")
+            if value is not None:
+                check_count(f"`{name}`", value)
         if num_frames is not None and frames in _SINGLE_FRAMES:
             raise ValueError(f"`num_frames` must be left out with `frames` {frames}, got {num_frames}.")
         self.frames = frames

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from digenrl.rewards.frames import FrameReward
+from digenrl.rewards.cpu import CPUReward
 from digenrl.rewards.images import to_pil
 from digenrl.types import PromptBatch
 
@@ -21,7 +21,7 @@ def jpeg_kilobytes(image: Image.Image, quality: int) -> float:
         return file.tell() / 1000
 
 
-class _JpegReward(FrameReward):
+class _JpegReward(CPUReward):
     """Judges images by the size of their JPEG, times `sign`."""
 
     needs = "nothing"
@@ -38,7 +38,7 @@ class _JpegReward(FrameReward):
             ValueError: an argument outside its bounds.
         """
         super().__init__(**settings)
-        if not isinstance(quality, int) or not 1 <= quality <= 100:
+        if isinstance(quality, bool) or not isinstance(quality, int) or not 1 <= quality <= 100:
             raise ValueError(f"`quality` must be an integer from 1 to 100, got {quality!r}.")
         self.quality = quality
 

@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from digenrl.rewards.counts import check_count
+from digenrl.rewards.cpu import CPUReward
 from digenrl.rewards.extras import import_extra
-from digenrl.rewards.frames import FrameReward
 from digenrl.rewards.images import to_uint8
 from digenrl.rewards.reward import RewardError, reward_name, shortened
 from digenrl.rewards.texts import edit_similarity, folded, quoted_text
@@ -26,7 +27,7 @@ _GREY = 128  # what the recognizer pads with
 _LINES_PER_CALL = 8
 
 
-class OCRReward(FrameReward):
+class OCRReward(CPUReward):
     """Wants an image to show a given text, and reads it with RapidOCR (PP-OCRv6 small, Chinese and English).
 
     The text is the one in quotes in the prompt (`rewards.texts.quoted_text` has the rule), or a metadata column.
@@ -76,10 +77,8 @@ class OCRReward(FrameReward):
             raise ValueError(f"`column` must be the name of a metadata column, got {column!r}.")
         if metric not in ("edit", "exact"):
             raise ValueError(f"`metric` must be edit or exact, got {metric!r}.")
-        if not isinstance(num_threads, int) or num_threads < 1:
-            raise ValueError(f"`num_threads` is a count and must be at least 1, got {num_threads!r}.")
-        if not isinstance(detect_size, int) or detect_size < 32:
-            raise ValueError(f"`detect_size` is in pixels and must be at least 32, got {detect_size!r}.")
+        check_count("`num_threads`", num_threads)
+        check_count("`detect_size`", detect_size, least=32, what="in pixels")
         self.requires = () if column is None else (column,)
         self.column = column
         self.metric = metric

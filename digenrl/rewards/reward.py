@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from digenrl.rewards.counts import check_count
 from digenrl.types import Prompt, PromptBatch
 
 Reward = Callable[[Tensor, PromptBatch], Tensor]
@@ -83,10 +84,8 @@ class RewardTraits:
                 raise ValueError(
                     f"`{attribute}` of reward `{name}` must be a bool, got {getattr(traits, attribute)!r}."
                 )
-        if traits.batch_size is not None and (not isinstance(traits.batch_size, int) or traits.batch_size < 1):
-            raise ValueError(
-                f"`batch_size` of reward `{name}` is a count and must be at least 1, got {traits.batch_size!r}."
-            )
+        if traits.batch_size is not None:
+            check_count(f"`batch_size` of reward `{name}`", traits.batch_size)
         if traits.offload and not callable(getattr(reward, "to", None)):
             raise ValueError(f"`offload` of reward `{name}` must be false: the reward has no method `to(device)`.")
         return traits

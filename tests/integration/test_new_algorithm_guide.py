@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import re
 import runpy
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,16 +36,10 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def in_clone(clone: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def in_clone(restored_process: None, clone: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(clone)
     monkeypatch.syspath_prepend(clone)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        monkeypatch.setenv(name, "")  # so that it is restored, whatever a run makes of it
-        monkeypatch.delenv(name)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
     sys.modules.pop("my_dgpo", None)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from digenrl import DisaggregatedStrategy, PromptBatch
 from digenrl.algorithms import FlowGRPO
 from digenrl.rewards import RewardError
-from digenrl.rewards.remote import http as http_module
+from digenrl.rewards.remote import connection
 from digenrl.rewards.remote.connection import Backoff
 from digenrl.rewards.remote.http import HTTPReward
 from digenrl.strategies.driver import WorkerSpan
@@ -56,7 +56,7 @@ def inline() -> DisaggregatedStrategy:
 def test_a_server_that_is_killed_in_mid_run_and_comes_back_changes_nothing(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_module, "Backoff", partial(Backoff, first_wait_s=0.01))
+    monkeypatch.setattr(connection, "Backoff", partial(Backoff, first_wait_s=0.01))
     expected, expected_weights = run(level_reward, inline())
     reached, gone, calls = threading.Event(), threading.Event(), []
 

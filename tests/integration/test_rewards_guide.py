@@ -8,7 +8,6 @@ import json
 import re
 import runpy
 import shlex
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,16 +38,10 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def in_clone(clone: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def in_clone(restored_process: None, clone: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(clone)
     monkeypatch.syspath_prepend(clone)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        monkeypatch.setenv(name, "")  # so that it is restored, whatever a run makes of it
-        monkeypatch.delenv(name)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
     sys.modules.pop("my_rewards", None)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
 from PIL import Image
 from torch import Tensor
 
+from digenrl.rewards.counts import check_count
 from digenrl.rewards.images import to_pil
 from digenrl.rewards.judge.answers import YES_NO, Reading, read_first_token, scale_choices
 from digenrl.rewards.judge.chat import DEFAULT_URL, Chat, ChatServer, Question
@@ -103,31 +105,23 @@ class VLMJudge:
         Raises:
             ValueError: a setting outside its bounds, or a template that is none.
         """
-        if answer not in ("yes_no", "score"):
-            raise ValueError(
-                f"`answer` must be yes_no or score, got {answer!r}; `VLMRubric` asks about several criteria."
-            )
-        if engine not in ("server", "vllm"):
-            raise ValueError(f"`engine` must be server or vllm, got {engine!r}.")
         if not isinstance(model, str) or not model:
             raise ValueError(f"`model` must be a name, got {model!r}.")
-        low, high = _checked_scale(scale)
-        for setting, count in {"num_frames": num_frames, "max_side": max_side}.items():
-            if count is not None and (not isinstance(count, int) or count < 1):
-                raise ValueError(f"`{setting}` is a count and must be at least 1, got {count!r}.")
-        if engine == "server" and engine_args:
-            raise ValueError("`engine_args` are those of `engine` vllm; a server takes them as it is started.")
-        if engine == "vllm" and (url != DEFAULT_URL or api_key_env is not None or extra_body or not structured_outputs):
-            raise ValueError(
-                "`url`, `api_key_env`, `extra_body` and `structured_outputs` are for a server; leave them out with "
-                "`engine` vllm."
-            )
+        check_count("`num_frames`", num_frames)
+        if max_side is not None:
+            check_count("`max_side`", max_side)
+        for_server: dict[str, Any] = {
+            **{"url": url, "api_key_env": api_key_env, "concurrency": concurrency, "timeout_s": timeout_s},
+            **{"connect_timeout_s": connect_timeout_s, "retry_timeout_s": retry_timeout_s},
+            **{"structured_outputs": structured_outputs, "extra_body": extra_body or None},
+        }
+        _check_engine(engine, for_server, engine_args)
+        self.choices, usual_instruction = _choices(answer, scale)
         self.model = model
         self.name = name
         self.question = _QUESTIONS[answer] if question is None else question
         self.system = system
-        self.instruction = _instruction(answer, low, high) if instruction is None else instruction
-        self.choices = YES_NO if answer == "yes_no" else scale_choices(low, high)
+        self.instruction = usual_instruction if instruction is None else instruction
         columns = [*template_columns(self.question, name="question"), *template_columns(system, name="system")]
         self.requires = tuple(dict.fromkeys(columns))
         self.num_frames = num_frames
@@ -135,18 +129,7 @@ class VLMJudge:
         self.chat: Chat = (
             VLLMChat(model, num_frames, seed, dict(engine_args or {}))
             if engine == "vllm"
-            else ChatServer(
-                model=model,
-                url=url,
-                api_key_env=api_key_env,
-                concurrency=concurrency,
-                timeout_s=timeout_s,
-                connect_timeout_s=connect_timeout_s,
-                retry_timeout_s=retry_timeout_s,
-                structured_outputs=structured_outputs,
-                seed=seed,
-                extra_body=dict(extra_body or {}),
-            )
+            else ChatServer(model, seed=seed, **for_server)
         )
 
     def setup(self, device: torch.device) -> None:
@@ -282,6 +265,29 @@ class VLMRubric(SeveralRewards):
         super().__init__(judges, [weights.get(name, 1.0) for name in criteria], mode=mode)
 
 
+def _check_engine(engine: str, for_server: Mapping[str, Any], engine_args: Mapping[str, Any] | None) -> None:
+    """Refuse another engine, and settings that this one would not heed."""
+    if engine not in ("server", "vllm"):
+        raise ValueError(f"`engine` must be server or vllm, got {engine!r}.")
+    if engine == "server" and engine_args:
+        raise ValueError("`engine_args` are those of `engine` vllm; a server takes them as it is started.")
+    usual = inspect.signature(VLMJudge).parameters
+    unheeded = [name for name, value in for_server.items() if value != usual[name].default]
+    if engine == "vllm" and unheeded:
+        raise ValueError(f"`{unheeded[0]}` is for a server; leave it out with `engine` vllm.")
+
+
+def _choices(answer: Answer, scale: tuple[int, int]) -> tuple[Mapping[str, float], str]:
+    """Give the answers and their values, and what says how to answer."""
+    if answer not in ("yes_no", "score"):
+        raise ValueError(f"`answer` must be yes_no or score, got {answer!r}; `VLMRubric` asks about several criteria.")
+    low, high = _checked_scale(scale)
+    if answer == "yes_no":
+        return YES_NO, "Answer with yes or no and nothing else."
+    instruction = f"Answer with one whole number from {low} (worst) to {high} (best) and nothing else."
+    return scale_choices(low, high), instruction
+
+
 def _checked_scale(scale: tuple[int, int]) -> tuple[int, int]:
     numbers = tuple(scale) if isinstance(scale, (tuple, list)) else ()
     if (
@@ -291,9 +297,3 @@ def _checked_scale(scale: tuple[int, int]) -> tuple[int, int]:
     ):
         raise ValueError(f"`scale` must be two whole numbers within 0 to 10, the lower first, got {scale!r}.")
     return numbers[0], numbers[1]
-
-
-def _instruction(answer: Answer, low: int, high: int) -> str:
-    if answer == "yes_no":
-        return "Answer with yes or no and nothing else."
-    return f"Answer with one whole number from {low} (worst) to {high} (best) and nothing else."

@@ -7,20 +7,205 @@ import ipaddress
 import os
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from digenrl.rewards.reward import RewardError
+
+if TYPE_CHECKING:
+    import httpx
+
 _LONGEST_WAIT_S = 4.0
+_MAX_MESSAGE_CHARS = 300
 
 _jitter = random.SystemRandom()
 """The generator of the module `random` belongs to the run."""
 
 
-def checked_url(url: str, *, example: str) -> str:
+class StillFailing(Exception):
+    """A server was busy or away for as long as a request is repeated."""
+
+    def __init__(self, failure: httpx.Response | httpx.TransportError) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+        """The last one."""
+
+
+@dataclass(kw_only=True)
+class Connection:
+    """Asks one server; connections are kept and used again, and a copy for a worker opens its own."""
+
+    url: str
+    """Base of all requests."""
+    meant: str
+    """What `url` must be."""
+    start: str
+    """Command that starts the server, without what says where."""
+    default_port: int
+    """Of that command."""
+    secret_env: str | None
+    """Environment variable with what lets a client in."""
+    secret_setting: str
+    """The setting that names it."""
+    timeout_s: float
+    """Most seconds that a request may take; one that took longer is not repeated."""
+    lighter: str
+    """Settings that make a request take less."""
+    connect_timeout_s: float
+    """Most seconds to connect, and to be told at setup what is served."""
+    retry_timeout_s: float
+    """How many seconds a request is repeated, after its first failure, to a server that is busy or away."""
+    max_connections: int = 100
+    _client: httpx.Client | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Check the settings, by the names that rewards have for them.
+
+        Raises:
+            ValueError: one is outside its bounds, or the variable of the secret is not set.
+        """
+        self.url = checked_url(self.url, meant=self.meant, secret_setting=self.secret_setting)
+        if self.secret_env is not None:
+            read_secret(self.secret_env, setting=self.secret_setting)
+        for setting in ("timeout_s", "connect_timeout_s"):
+            if not getattr(self, setting) > 0:
+                raise ValueError(
+                    f"`{setting}` is a time in seconds and must be above 0, got {getattr(self, setting)!r}."
+                )
+        if not self.retry_timeout_s >= 0:
+            raise ValueError(
+                f"`retry_timeout_s` is a time in seconds and must be at least 0, got {self.retry_timeout_s!r}."
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the connections, which hold the secret, out of a copy for a worker."""
+        return {**self.__dict__, "_client": None}
+
+    def open(self) -> httpx.Client:
+        """Give what sends requests; it connects when it is first used."""
+        if self._client is None:
+            import httpx
+
+            secret = None if self.secret_env is None else read_secret(self.secret_env, setting=self.secret_setting)
+            self._client = httpx.Client(
+                base_url=self.url,
+                headers={} if secret is None else {"Authorization": f"Bearer {secret}"},
+                timeout=httpx.Timeout(self.timeout_s, connect=self.connect_timeout_s),
+                limits=httpx.Limits(
+                    max_connections=self.max_connections, max_keepalive_connections=self.max_connections
+                ),
+                trust_env=not is_loopback(self._host),  # proxies are for other machines
+            )
+        return self._client
+
+    def close(self) -> None:
+        """Close all connections; the next request opens new ones."""
+        if self._client is not None:
+            self._client.close()
+        self._client = None
+
+    def look(self, path: str) -> httpx.Response:
+        """Ask the server once what it is.
+
+        Raises:
+            RewardError: there is no answer within `connect_timeout_s`; the message has the remedy.
+        """
+        import httpx
+
+        try:
+            return self.open().get(path, timeout=self.connect_timeout_s)
+        except httpx.TransportError as error:
+            self.close()
+            raise RewardError(f"{self.absent(error)}, or correct `url`.") from error
+
+    def ask(
+        self,
+        send: Callable[[httpx.Client], httpx.Response],
+        on_failure: Callable[[httpx.Response | httpx.TransportError], None],
+    ) -> httpx.Response:
+        """Send a request, again while the server is busy (429, 5xx) or away.
+
+        Args:
+            send: sends it, alike each time.
+            on_failure: told before each wait why there is one.
+
+        Returns:
+            an answer or a refusal.
+
+        Raises:
+            RewardError: it took longer than `timeout_s`.
+            StillFailing: `retry_timeout_s` are over.
+        """
+        import httpx
+
+        failure: httpx.Response | httpx.TransportError
+        backoff = Backoff(self.retry_timeout_s)
+        while True:
+            asked_s = 0.0
+            try:
+                failure = send(self.open())
+            except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
+                raise RewardError(
+                    f"{self.url}: no answer within `timeout_s` {self.timeout_s:g}; raise it, or set a smaller "
+                    f"{self.lighter}."
+                ) from error
+            except httpx.TransportError as error:
+                failure = error
+            else:
+                if failure.status_code != 429 and failure.status_code < 500:
+                    return failure
+                asked_s = retry_after_s(failure.headers.get("Retry-After", ""))
+            pause_s = backoff.pause_s(time.monotonic(), asked_s=asked_s)
+            if pause_s is None:
+                raise StillFailing(failure) from (failure if isinstance(failure, Exception) else None)
+            on_failure(failure)
+            time.sleep(pause_s)
+
+    def absent(self, error: Exception) -> str:
+        """Say, without a period, that nobody answers, and what starts the server."""
+        return f"{self.url}: there is no server ({describe(error)}); start it with `{self.command}`"
+
+    @property
+    def command(self) -> str:
+        """What starts the server."""
+        is_local = is_loopback(self._host)
+        words = [self.start, "--port", str(urlsplit(self.url).port or self.default_port)]
+        if not is_local:
+            words += ["--host", self._host]
+        if self.secret_env is not None or not is_local:
+            words += [f"--{self.secret_setting.replace('_', '-')}", self.secret_env or "VARIABLE"]
+        return " ".join(words)
+
+    @property
+    def _host(self) -> str:
+        return urlsplit(self.url).hostname or ""
+
+
+def describe(error: Exception) -> str:
+    """Say what went wrong on the way to a server."""
+    return str(error) or type(error).__name__
+
+
+def message_of(response: httpx.Response) -> str:
+    """Give what a refusal says, on one line without a period; servers put it in different places."""
+    try:
+        content = response.json()
+    except ValueError:
+        content = response.text
+    for key in ("error", "message", "detail"):
+        if isinstance(content, dict) and key in content:
+            content = content[key]
+    text = " ".join(str(content).split()).rstrip(".") or response.reason_phrase
+    return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[:_MAX_MESSAGE_CHARS]}..."
+
+
+def checked_url(url: str, *, meant: str, secret_setting: str) -> str:
     """Give a server's address without a slash at its end.
 
     Raises:
-        ValueError: it is none, or holds a password.
+        ValueError: it is not what is `meant`, or holds a password, for which there is `secret_setting`.
     """
     parts = urlsplit(url)
     try:
@@ -28,9 +213,11 @@ def checked_url(url: str, *, example: str) -> str:
     except ValueError:  # a port that is no number
         has_host = False
     if parts.scheme not in ("http", "https") or not has_host or parts.query or parts.fragment:
-        raise ValueError(f"`url` must be that of a server, such as {example}, got {url!r}.")
+        raise ValueError(f"`url` must be {meant}, got {url!r}.")
     if parts.username is not None or parts.password is not None:
-        raise ValueError("`url` must not hold a password, which messages would show; name a variable that holds it.")
+        raise ValueError(
+            f"`url` must not hold a password, which messages would show; `{secret_setting}` names a variable with it."
+        )
     return url.rstrip("/")
 
 

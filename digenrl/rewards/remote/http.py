@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
-from digenrl.rewards.remote.connection import Backoff, checked_url, is_loopback, read_secret, retry_after_s
+from digenrl.rewards.remote.connection import Connection, StillFailing, describe, message_of
 from digenrl.rewards.remote.wire import (
     DEFAULT_PORT,
     PROTOCOL,
@@ -84,32 +82,28 @@ class HTTPReward:
         Raises:
             ValueError: a setting outside its bounds.
         """
-        self.url = checked_url(url, example=f"http://127.0.0.1:{DEFAULT_PORT}")
+        if encoding not in ("npz", "png"):
+            raise ValueError(f"`encoding` must be npz or png, got {encoding!r}.")
+        self.connection = Connection(
+            url=url,
+            meant=f"that of a server, such as http://127.0.0.1:{DEFAULT_PORT}",
+            start=f"digenrl serve-reward --reward {reward or 'NAME'}",
+            default_port=DEFAULT_PORT,
+            secret_env=token_env,
+            secret_setting="token_env",
+            timeout_s=timeout_s,
+            lighter="`batch_size`",
+            connect_timeout_s=connect_timeout_s,
+            retry_timeout_s=retry_timeout_s,
+        )
+        self.url = self.connection.url
         self.reward = reward
         self.name = name or (reward or type(self).__name__).rpartition(".")[2]
         self.requires = (requires,) if isinstance(requires, str) else tuple(requires)
         self.groupwise = groupwise
         self.batch_size = batch_size
-        if encoding not in ("npz", "png"):
-            raise ValueError(f"`encoding` must be npz or png, got {encoding!r}.")
         self.encoding: Encoding = encoding
-        self.token_env = token_env
-        if token_env is not None:
-            read_secret(token_env, setting="token_env")
-        for setting, value in {"connect_timeout_s": connect_timeout_s, "timeout_s": timeout_s}.items():
-            if not value > 0:
-                raise ValueError(f"`{setting}` is a time in seconds and must be above 0, got {value!r}.")
-        if not retry_timeout_s >= 0:
-            raise ValueError(f"`retry_timeout_s` is a time in seconds and must be at least 0, got {retry_timeout_s!r}.")
-        self.connect_timeout_s = connect_timeout_s
-        self.timeout_s = timeout_s
-        self.retry_timeout_s = retry_timeout_s
-        self._client: httpx.Client | None = None
         self._max_request_bytes: int | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the connections out of a copy for a worker."""
-        return {**self.__dict__, "_client": None}
 
     def setup(self, device: torch.device) -> None:
         """See that the server is there, serves what is expected and lets this client in.
@@ -117,36 +111,7 @@ class HTTPReward:
         Raises:
             RewardError: it does not; the message has the remedy.
         """
-        import httpx
-
-        if self._client is None:
-            token = None if self.token_env is None else read_secret(self.token_env, setting="token_env")
-            self._client = httpx.Client(
-                base_url=self.url,
-                headers={} if token is None else {"Authorization": f"Bearer {token}"},
-                timeout=httpx.Timeout(self.timeout_s, connect=self.connect_timeout_s),
-                # Proxies are for other machines.
-                trust_env=not is_loopback(urlsplit(self.url).hostname or ""),
-            )
-        try:
-            response = self._client.get("/health", timeout=self.connect_timeout_s)
-        except httpx.TransportError as error:
-            raise RewardError(
-                f"{self.url}: there is no server ({_describe(error)}); start it with `{self.command}`, or correct "
-                "`url`."
-            ) from error
-        self._check_server(self._content_of(response))
-
-    @property
-    def command(self) -> str:
-        """What starts the server."""
-        parts = urlsplit(self.url)
-        words = ["digenrl serve-reward --reward", self.reward or "NAME", "--port", str(parts.port or DEFAULT_PORT)]
-        if not is_loopback(parts.hostname or ""):
-            words += ["--host", parts.hostname or ""]
-        if self.token_env is not None or not is_loopback(parts.hostname or ""):
-            words += ["--token-env", self.token_env or "VARIABLE"]
-        return " ".join(words)
+        self._check_server(self._content_of(self.connection.look("health")))
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Check that all metadata can be sent.
@@ -170,10 +135,11 @@ class HTTPReward:
             RewardError: no answer, or none that can be used; the message has the URL and the remedy.
             ValueError: media or metadata that cannot be sent.
         """
-        if self._client is None:
+        if self._max_request_bytes is None:
             self.setup(media.device)
+            assert self._max_request_bytes is not None
         body = encode_request(media, prompts, self.encoding)
-        if self._max_request_bytes is not None and len(body) > self._max_request_bytes:
+        if len(body) > self._max_request_bytes:
             needed_mb = -(-len(body) // 2**20)
             raise RewardError(
                 f"{self.url}: a request of {len(prompts)} samples has {needed_mb} MB, the server takes "
@@ -188,43 +154,29 @@ class HTTPReward:
 
     def _post(self, body: bytes) -> httpx.Response:
         """Send a request, again if that may help."""
-        import httpx
-
-        assert self._client is not None
         headers = {"Content-Type": "application/json", "Content-Length": str(len(body))}
-        backoff = Backoff(self.retry_timeout_s)
-        while True:
-            asked_s, cause = 0.0, None
-            try:
-                response = self._client.post("/score", content=_pieces(body), headers=headers)
-            except httpx.ReadTimeout as error:
-                raise RewardError(
-                    f"{self.url}: no answer within `timeout_s` {self.timeout_s:g}; raise it, or set a smaller "
-                    "`batch_size`."
-                ) from error
-            except httpx.TransportError as error:
-                problem, cause = _describe(error), error
-            else:
-                if response.status_code != 429 and response.status_code < 500:
-                    return response
-                problem = f"status {response.status_code}: {_message_of(response)}"
-                asked_s = retry_after_s(response.headers.get("Retry-After", ""))
-            pause_s = backoff.pause_s(time.monotonic(), asked_s=asked_s)
-            if pause_s is None:
-                raise RewardError(
-                    f"{self.url}: no reward for `retry_timeout_s` {self.retry_timeout_s:g} ({problem}); see the "
-                    f"server's log, or start it again with `{self.command}`."
-                ) from cause
-            log.warning("reward `%s`: %s: %s; asking again.", self.name, self.url, problem)
-            time.sleep(pause_s)
+        try:
+            return self.connection.ask(
+                lambda client: client.post("score", content=_pieces(body), headers=headers), self._say_failure
+            )
+        except StillFailing as error:
+            raise RewardError(
+                f"{self.url}: no reward for `retry_timeout_s` {self.connection.retry_timeout_s:g} "
+                f"({_describe(error.failure)}); see the server's log, or start it again with "
+                f"`{self.connection.command}`."
+            ) from error
+
+    def _say_failure(self, failure: httpx.Response | httpx.TransportError) -> None:
+        log.warning("reward `%s`: %s: %s; asking again.", self.name, self.url, _describe(failure))
 
     def _content_of(self, response: httpx.Response) -> bytes:
         """Give what a good response holds."""
         if response.status_code == 200:
             return response.content
-        message = _message_of(response)
+        message = message_of(response)
         if response.status_code == 401:
-            token = "no token" if self.token_env is None else f"the token in {self.token_env}"
+            variable = self.connection.secret_env
+            token = "no token" if variable is None else f"the token in {variable}"
             remedy = f"`token_env` must name a variable with the server's token; {token} was sent"
         elif response.status_code == 404:
             remedy = "`url` must be that of a reward server"
@@ -249,7 +201,7 @@ class HTTPReward:
         if self.reward is not None and served.rpartition(".")[2] != self.reward.rpartition(".")[2]:
             raise RewardError(
                 f"{self.url}: it serves {served} and not {self.reward}; correct `url` or `reward`, or start "
-                f"`{self.command}`."
+                f"`{self.connection.command}`."
             )
         missing = [column for column in requires if column not in self.requires]
         if missing:
@@ -268,19 +220,7 @@ def _pieces(body: bytes) -> Iterator[bytes]:
         yield body[start : start + _PIECE_BYTES]
 
 
-def _describe(error: Exception) -> str:
-    return str(error) or type(error).__name__
-
-
-def _message_of(response: httpx.Response) -> str:
-    """Give the server's own words, or the beginning of what came instead."""
-    try:
-        return str(decode_object(response.content)["error"]).rstrip(".")
-    except (WireError, KeyError):
-        return _shortened(response.text) or response.reason_phrase
-
-
-def _shortened(text: str, limit: int = 80) -> str:
-    """Put the beginning of a text on one line."""
-    line = " ".join(text.split())
-    return line if len(line) <= limit else line[: limit - 3] + "..."
+def _describe(failure: httpx.Response | httpx.TransportError) -> str:
+    if isinstance(failure, Exception):
+        return describe(failure)
+    return f"status {failure.status_code}: {message_of(failure)}"

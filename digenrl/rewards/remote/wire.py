@@ -24,7 +24,6 @@ from PIL import Image
 from torch import Tensor
 
 from digenrl.rewards.images import to_uint8
-from digenrl.rewards.remote.connection import is_loopback as is_loopback
 from digenrl.rewards.reward import Reward, RewardError, shortened
 from digenrl.rewards.scoring import RewardBatch
 from digenrl.types import Prompt, PromptBatch

@@ -65,7 +65,7 @@ class Waits:
 def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     noted = Waits()
     monkeypatch.setattr(
-        "digenrl.rewards.judge.chat.time", SimpleNamespace(sleep=noted, monotonic=time.monotonic, time=time.time)
+        "digenrl.rewards.remote.connection.time", SimpleNamespace(sleep=noted, monotonic=time.monotonic, time=time.time)
     )
     return noted
 
@@ -196,7 +196,9 @@ def test_a_server_that_is_gone_is_one_line_with_the_command_that_starts_it(
 def test_a_command_for_another_machine_has_its_host_and_key(chat_at: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "abc")
     chat = chat_at("http://gpu7:9000/v1", api_key_env="JUDGE_KEY")
-    assert chat.command == "digenrl serve-judge --model judge --port 9000 --host gpu7 --api-key-env JUDGE_KEY"
+    assert (
+        chat.connection.command == "digenrl serve-judge --model judge --port 9000 --host gpu7 --api-key-env JUDGE_KEY"
+    )
 
 
 def test_a_server_that_hangs_is_left_after_the_timeout_and_not_asked_again(
@@ -305,15 +307,15 @@ def test_it_can_be_asked_again_after_it_was_closed(server: FakeChatServer, chat_
         ({"url": "127.0.0.1:8000"}, "`url` must be the base of an OpenAI-compatible API"),
         ({"url": "http://"}, "`url` must be the base"),
         ({"url": "http://host:port/v1"}, "`url` must be the base"),
-        ({"url": "http://me:secret@host/v1"}, "`url` must not hold a password"),
+        ({"url": "http://me:hunter2@host/v1"}, "`url` must not hold a password"),
         ({"concurrency": 0}, "`concurrency` is a count and must be at least 1, got 0"),
-        ({"timeout_s": 0.0}, "`timeout_s` is in seconds and must be above 0, got 0.0"),
-        ({"connect_timeout_s": float("nan")}, "`connect_timeout_s` is in seconds and must be above 0, got nan"),
-        ({"retry_timeout_s": -1.0}, "`retry_timeout_s` is in seconds and must be at least 0, got -1.0"),
+        ({"timeout_s": 0.0}, "`timeout_s` is a time in seconds and must be above 0, got 0.0"),
+        ({"connect_timeout_s": float("nan")}, "`connect_timeout_s` is a time in seconds and must be above 0, got nan"),
+        ({"retry_timeout_s": -1.0}, "`retry_timeout_s` is a time in seconds and must be at least 0, got -1.0"),
         ({"api_key_env": "NOT_SET_AT_ALL"}, "`api_key_env` must name .* NOT_SET_AT_ALL is not set"),
     ],
 )
 def test_settings_outside_their_bounds_are_refused(chat_at: Any, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said) as info:
         chat_at(**{"url": "http://127.0.0.1:1/v1", **settings})
-    assert "secret" not in str(info.value)
+    assert "hunter2" not in str(info.value)

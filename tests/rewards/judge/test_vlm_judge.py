@@ -182,7 +182,7 @@ def test_setup_says_in_one_line_that_there_is_no_server_and_what_starts_it(serve
         set_up_reward(judge_at(server, name="aesthetics"), CPU)
     assert str(info.value) == (
         f"reward `aesthetics` cannot be set up: {server.url}: there is no server ([Errno 111] Connection refused); "
-        f"start it with `digenrl serve-judge --model judge --port {server.port}`."
+        f"start it with `digenrl serve-judge --model judge --port {server.port}`, or correct `url`."
     )
 
 
@@ -209,7 +209,15 @@ def test_columns_of_its_templates_are_required_before_anything_is_generated() ->
         ({"max_side": 0.5}, "`max_side` is a count"),
         ({"url": "localhost"}, "`url` must be the base"),
         ({"engine_args": {"dtype": "float32"}}, "`engine_args` are those of `engine` vllm"),
-        ({"engine": "vllm", "url": "http://host/v1"}, "`url`, .* leave them out with `engine` vllm"),
+        *(
+            ({"engine": "vllm", **setting}, f"`{next(iter(setting))}` is for a server; leave it out with `engine` vllm")
+            for setting in (
+                *({"url": "http://host/v1"}, {"api_key_env": "KEY"}, {"concurrency": 4}, {"timeout_s": 1.0}),
+                *({"connect_timeout_s": 1.0}, {"retry_timeout_s": 0.0}, {"structured_outputs": False}),
+                {"extra_body": {"top_k": 1}},
+            )
+        ),
+        ({"num_frames": None}, "`num_frames` is a count and must be at least 1, got None"),
     ],
 )
 def test_settings_outside_their_bounds_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -10,7 +10,7 @@ from digenrl.rewards.remote.connection import Backoff, checked_url, is_loopback,
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8200/", "https://rewards.example/ocr"])
 def test_an_address_loses_its_last_slash_only(url: str) -> None:
-    assert checked_url(url, example="x") == url.rstrip("/")
+    assert checked_url(url, meant="x", secret_setting="y") == url.rstrip("/")
 
 
 @pytest.mark.parametrize(
@@ -18,12 +18,12 @@ def test_an_address_loses_its_last_slash_only(url: str) -> None:
 )
 def test_what_is_no_address_is_refused_with_an_example(url: str) -> None:
     with pytest.raises(ValueError, match="`url` must be that of a server, such as http://here:1, got '"):
-        checked_url(url, example="http://here:1")
+        checked_url(url, meant="that of a server, such as http://here:1", secret_setting="y")
 
 
 def test_an_address_with_a_password_is_refused_and_not_shown() -> None:
-    with pytest.raises(ValueError, match="must not hold a password") as info:
-        checked_url("http://me:hunter2@host", example="x")
+    with pytest.raises(ValueError, match="must not hold a password, .*; `token_env` names a") as info:
+        checked_url("http://me:hunter2@host", meant="x", secret_setting="token_env")
     assert "hunter2" not in str(info.value)
 
 

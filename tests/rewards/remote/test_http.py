@@ -18,7 +18,7 @@ from torch import Tensor
 
 from digenrl.rewards import ErrorPolicy, Reward, RewardError, RewardTraits, score_samples, set_up_reward
 from digenrl.rewards.jpeg import JpegIncompressibility
-from digenrl.rewards.remote import http as http_module
+from digenrl.rewards.remote import connection
 from digenrl.rewards.remote.connection import Backoff
 from digenrl.rewards.remote.http import HTTPReward
 from digenrl.rewards.remote.wire import encode_request
@@ -98,7 +98,7 @@ def fake_server(*answers: tuple[int, Any], health: Any = HEALTH) -> Iterator[tup
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_module, "Backoff", partial(Backoff, first_wait_s=0.002))
+    monkeypatch.setattr(connection, "Backoff", partial(Backoff, first_wait_s=0.002))
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_the_command_is_one_that_serves_where_the_client_asks(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], command: str
 ) -> None:
     monkeypatch.setenv("TOKEN", "secret")
-    assert HTTPReward(**settings).command == f"digenrl serve-reward {command}"
+    assert HTTPReward(**settings).connection.command == f"digenrl serve-reward {command}"
 
 
 def test_settings_that_do_not_fit_the_served_reward_are_said_at_setup() -> None:

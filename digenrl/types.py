@@ -202,6 +202,12 @@ class Trajectory:
             **{name: value[index] for name, value in self._tensors()},  # type: ignore[arg-type]
         )
 
+    def blank_but(self, is_kept: Tensor) -> Trajectory:
+        """Set all numbers of samples that are not kept, [B] bool, to 0."""
+        mask = is_kept.to(self.final_latents.device)
+        blanked = {name: torch.where(_beside(mask, value), value, 0) for name, value in self._tensors()}
+        return replace(self, **blanked)  # type: ignore[arg-type]
+
     def to(self, device: torch.device | str, *, copy: bool = False) -> Trajectory:
         """Move all tensors to `device`; `copy` makes new ones even if they are there."""
         return replace(
@@ -280,14 +286,14 @@ class ScoredBatch:
     ) -> ScoredBatch:
         """Number the groups of samples [B] that are whole groups.
 
-        Rows of groups that are not kept go along, so that batches, ranks and what couples their rows stay as they were;
-        their rewards are 0 here and their losses do not count.
+        Rows of groups that are not kept go along, so that batches, ranks and what couples their rows stay as they were.
+        Their losses do not count, and whatever made their reward fail is blanked out: 0 times NaN is NaN.
         """
         groups, index = torch.unique(torch.tensor(trajectory.prompts.group_ids), return_inverse=True)
         if is_kept is None or is_kept.all():
             return cls(trajectory, rewards, advantages, index, len(groups))
-        mask = is_kept if rewards.ndim == 1 else is_kept[:, None]
-        return cls(trajectory, torch.where(mask, rewards, 0.0), advantages, index, len(groups), is_kept)
+        kept_rewards = torch.where(_beside(is_kept, rewards), rewards, 0.0)
+        return cls(trajectory.blank_but(is_kept), kept_rewards, advantages, index, len(groups), is_kept)
 
     def select(self, rows: slice | Sequence[int]) -> ScoredBatch:
         """Take some of the samples; groups keep their numbers."""
@@ -355,6 +361,11 @@ class ScoredBatch:
                 f"timesteps {timesteps.min()} to {timesteps.max()} are to be trained, but the rollout recorded "
                 f"{recorded[0]} to {recorded[-1]}; `select_timesteps` and `rollout` must agree."
             )
+
+
+def _beside(rows: Tensor, values: Tensor) -> Tensor:
+    """Give values of rows, [B], further axes of size 1, as many as `values`, [B, ...], has."""
+    return rows.reshape(-1, *[1] * (values.ndim - 1))
 
 
 @dataclass(frozen=True)

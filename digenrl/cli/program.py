@@ -19,9 +19,9 @@ from digenrl.cli.progress import INTERRUPTED, TERMINATED, Progress
 from digenrl.cli.resume import find_checkpoint
 from digenrl.cli.sources import Source, explain
 from digenrl.engines import WorkerError
+from digenrl.module import NonFiniteGradientError
 from digenrl.rewards import RewardError
 from digenrl.strategies.weight_planes import WeightSyncError
-from digenrl.strategies.workers import NonFiniteGradientError
 
 _RUN_ERRORS = (WorkerError, RewardError, WeightSyncError, NonFiniteGradientError)
 """What stops a run and says in its message what has happened."""
@@ -57,12 +57,24 @@ def run(subcommand: str, arguments: Arguments) -> int:
         return 0
     except _RUN_ERRORS as error:
         print(f"error: {one_line(error)}{progress.save_traceback(error)}", file=sys.stderr)
-        return 1
+        return _signal_code(error) or 1
     except INPUT_ERRORS as error:
         if progress.trainer is not None:
             raise
         raise UsageError(say_input_error(error, config, sources)) from error
     return TERMINATED if progress.received_sigterm else 0
+
+
+def _signal_code(error: BaseException) -> int:
+    """Give the exit code of the signal that the run was ending for when the error came; 0 if there was none."""
+    before = error.__context__
+    while before is not None:
+        if isinstance(before, KeyboardInterrupt):
+            return INTERRUPTED
+        if isinstance(before, SIGTERMException):
+            return TERMINATED
+        before = before.__context__
+    return 0
 
 
 def _configure(subcommand: str, sources: Sequence[Source]) -> dict[str, Any]:

@@ -16,13 +16,19 @@ from digenrl.data import PromptData
 from digenrl.functional import weighted_sum
 from digenrl.metrics import MetricValue
 from digenrl.module.advantages import AdvantageSettings
+from digenrl.module.prompts import as_prompts
 from digenrl.module.rollouts import Solver, check_guidance
-from digenrl.module.scoring import Scoring, advantages_of_kept, sum_kept
+from digenrl.module.scoring import advantages_of_kept
+from digenrl.module.validation import Validation
 from digenrl.policies import DiffusionPolicy
-from digenrl.rewards import ErrorPolicy, OnRewardError, Reward, RewardError, RewardTraits, check_prompts
+from digenrl.rewards import ErrorPolicy, OnRewardError, Reward, RewardTraits, check_prompts
 from digenrl.types import Prompt, PromptBatch, RowLosses, ScoredBatch, TimestepBatch, Trajectory
 
 _CHECKPOINT_KEY = "digenrl"
+
+
+class NonFiniteGradientError(RuntimeError):
+    """A gradient is NaN or infinite; the optimizer was not stepped."""
 
 
 class RemoteModule(Protocol):
@@ -45,7 +51,7 @@ class RemoteModule(Protocol):
         ...
 
 
-class DiffusionRLModule(Scoring, ABC):
+class DiffusionRLModule(Validation, ABC):
     """A diffusion RL algorithm. A subclass is two methods: `rollout` and `timestep_loss`.
 
     Hooks, in the order one sample meets them: `rollout` makes a trajectory, `score` judges it, `advantages`
@@ -287,11 +293,23 @@ class DiffusionRLModule(Scoring, ABC):
             check_prompts(self.reward, data.prompts, name="prompts")
             check_prompts(self.reward, data.validation_prompts, name="validation_prompts")
             samples, size = data.validation_samples_per_prompt, data.validation_batch_size
-            if RewardTraits.of(self.reward).groupwise and data.validation_prompts and size % samples != 0:
-                raise ValueError(
-                    f"`validation_batch_size` must be a multiple of `validation_samples_per_prompt` {samples}, got "
-                    f"{size}: the reward compares the samples of a prompt and needs all of them."
-                )
+            if RewardTraits.of(self.reward).groupwise and data.validation_prompts:
+                if samples < 2:
+                    raise ValueError(
+                        f"`validation_samples_per_prompt` must be at least 2, got {samples}: the reward compares the "
+                        "samples of a prompt."
+                    )
+                if size % samples != 0:
+                    raise ValueError(
+                        f"`validation_batch_size` must be a multiple of `validation_samples_per_prompt` {samples}, got "
+                        f"{size}: the reward compares the samples of a prompt and needs all of them."
+                    )
+        if trainer.accumulate_grad_batches > 1 and self.reward_errors.on_error == "drop_group":
+            raise ValueError(
+                f"`on_reward_error` must be raise or retry with `accumulate_grad_batches` "
+                f"{trainer.accumulate_grad_batches}, got drop_group: gradients of batches of which different numbers "
+                "of rows are left are added up."
+            )
         if trainer.world_size > 1 and self.reward_errors.on_error == "drop_group":
             raise ValueError(
                 f"`on_reward_error` must be raise or retry on {trainer.world_size} ranks of a data-parallel strategy, "
@@ -323,7 +341,7 @@ class DiffusionRLModule(Scoring, ABC):
         rows = (
             scored.timestep_batch(timesteps[:, [column]], first_column=column) for column in range(timesteps.shape[1])
         )
-        losses = [total_loss(self.timestep_loss(batch), batch.is_kept) for batch in rows]
+        losses = [torch.stack(self.checked_losses(batch)).sum() for batch in rows]
         loss = torch.stack(losses).sum() / self.num_rows(prompts) * (num_groups / num_kept)
         self.log_step(prompts, rewards, advantages, loss.item(), self.take_metrics())
         self.next_step += 1
@@ -417,25 +435,6 @@ class DiffusionRLModule(Scoring, ABC):
         """Leave prompts as they are: they are text, and Lightning would take a frozen dataclass for one to fill."""
         return batch
 
-    def validation_step(self, batch: Sequence[Prompt | str], batch_idx: int) -> None:
-        """Score deterministic samples whose noise is the same in every validation."""
-        prompts = PromptBatch.for_validation(as_prompts(batch, first_uid=batch_idx << 32), seed=self.seed)
-        check_prompts(self.reward, prompts.prompts)
-        rewards = self.total_rewards(self.ask_reward(self.sample(prompts), prompts))
-        scored = rewards[rewards.isfinite()]
-        if not len(scored):
-            raise RewardError(
-                f"the reward has failed for all {len(prompts)} validation samples: see the warnings above."
-            )
-        self.log(
-            "val/reward/mean",
-            scored.mean(),
-            prog_bar=True,
-            batch_size=len(scored),
-            on_epoch=True,
-            sync_dist=self._trainer is not None and self.trainer.world_size > 1,
-        )
-
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Note which batches the weights have seen, once they have: an interrupted step is run again on resume."""
         super().optimizer_step(*args, **kwargs)
@@ -449,7 +448,13 @@ class DiffusionRLModule(Scoring, ABC):
         """Log the norm of the gradient before clipping; a strategy with remote weights reports its own."""
         if self._remote is None:
             gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-            self.log("grad_norm", torch.nn.utils.get_total_norm(gradients))
+            norm = torch.nn.utils.get_total_norm(gradients)
+            # A gradient scaler skips such a step by itself, and looks for a smaller scale.
+            if not norm.isfinite() and getattr(self.trainer.precision_plugin, "scaler", None) is None:
+                raise NonFiniteGradientError(
+                    f"the gradient of step {self._applied_step} is {norm.item()}; the weights are unchanged."
+                )
+            self.log("grad_norm", norm)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the seed and the step it has reached."""
@@ -479,28 +484,3 @@ class DiffusionRLModule(Scoring, ABC):
         if self._remote is not None:
             return self._remote.push_state_dict(state_dict, strict)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
-
-
-def as_prompts(batch: Sequence[Prompt | str], *, first_uid: int = 0) -> list[Prompt]:
-    """Accept what a data loader yields: prompts, or plain strings, which are numbered from `first_uid`.
-
-    Raises:
-        TypeError: anything else.
-    """
-    if isinstance(batch, (str, bytes)) or not isinstance(batch, Sequence):
-        raise TypeError(f"a training batch must be a list of prompts, got {type(batch).__name__}.")
-    prompts = []
-    for row, prompt in enumerate(batch):
-        if isinstance(prompt, str):
-            prompt = Prompt(text=prompt, uid=first_uid + row)
-        if not isinstance(prompt, Prompt):
-            raise TypeError(f"a batch must hold `Prompt`s or strings, got {type(prompt).__name__} in row {row}.")
-        prompts.append(prompt)
-    if not prompts:
-        raise TypeError("a training batch holds no prompts.")
-    return prompts
-
-
-def total_loss(losses: Tensor | RowLosses, is_kept: Tensor | None = None) -> Tensor:
-    """Add up the losses of all rows, or of those that are kept."""
-    return sum_kept(losses if isinstance(losses, Tensor) else losses.policy + losses.regularizer, is_kept)

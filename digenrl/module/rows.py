@@ -14,7 +14,7 @@ from digenrl.functional import sum_per_group
 from digenrl.metrics import MetricAccumulator, MetricValue, Reduction
 from digenrl.module.rollouts import Rollouts
 from digenrl.policies import VelocityField
-from digenrl.types import TimestepBatch, derive_seed
+from digenrl.types import RowLosses, TimestepBatch, derive_seed
 
 
 class RowHelpers(Rollouts):
@@ -26,6 +26,7 @@ class RowHelpers(Rollouts):
         super().__init__()
         self._metrics = MetricAccumulator()
         self._row_group: dist.ProcessGroup | None = None  # of the ranks among which a micro-batch's rows are split
+        self._kept_rows: Tensor | None = None  # [N] bool: which rows of the batch at hand count; None is all
 
     def training_noise(self, batch: TimestepBatch, *, shared: Literal["group", "sample"]) -> Tensor:
         """Draw noise for the forward process, [N, ...] float32: fresh for each step, timestep and sample, or group.
@@ -83,8 +84,37 @@ class RowHelpers(Rollouts):
         return log_prob
 
     def track(self, name: str, rows: Tensor, *, reduction: Reduction = "mean") -> None:
-        """Report a metric's values [N] from inside `timestep_loss`; it is logged once per step over all rows."""
-        self._metrics.add_rows(name, rows, reduction)
+        """Report a metric's values [N] from inside `timestep_loss`; it is logged once per step over all rows.
+
+        Rows of groups that are left out do not count.
+        """
+        if self._kept_rows is not None and len(rows) == len(self._kept_rows):
+            rows = rows[self._kept_rows]
+        if len(rows):
+            self._metrics.add_rows(name, rows, reduction)
+
+    def checked_losses(self, batch: TimestepBatch) -> tuple[Tensor, ...]:
+        """Ask `timestep_loss` for its parts, each [N], with 0 for rows that do not count.
+
+        Raises:
+            ValueError: a part is of another shape.
+        """
+        self._kept_rows = batch.is_kept
+        try:
+            losses = self.timestep_loss(batch)
+        finally:
+            self._kept_rows = None
+        parts = (losses,) if isinstance(losses, Tensor) else (losses.policy, losses.regularizer)
+        for part in parts:
+            if part.shape != (len(batch),):
+                raise ValueError(
+                    f"`timestep_loss` must return one loss per row, shape [{len(batch)}], got {list(part.shape)}."
+                )
+        return parts if batch.is_kept is None else tuple(torch.where(batch.is_kept, part, 0.0) for part in parts)
+
+    def timestep_loss(self, batch: TimestepBatch) -> Tensor | RowLosses:
+        """Give one loss per row, [N]; the algorithm's."""
+        raise NotImplementedError
 
     def take_metrics(self) -> dict[str, MetricValue]:
         """Hand over what `track` has collected since the last call."""

@@ -42,6 +42,7 @@ class Scoring(RowHelpers):
         RewardTraits.of(reward)
         self._reward = (reward,)  # in a tuple, so that a reward's own network is not taken for a part of the module
         self._is_reward_set_up = False
+        self._validated: list[bool] = []
         self._num_empty_steps = 0
 
     @property
@@ -128,8 +129,8 @@ class Scoring(RowHelpers):
     def reward_metrics(self, rewards: Tensor, group_ids: Tensor) -> Mapping[str, Tensor | float]:
         """Give the metrics of rewards [B] or [B, R] of whole groups.
 
-        Of several rewards, each has its mean as it is, its mean with its weight, and how much it says once it is
-        compared with its own kind: the mean absolute advantage, and the share of groups for which it says nothing.
+        Of several rewards, each has its mean as it is, its part of `reward/mean`, and how much it says once it is compared
+        with its own kind: the mean absolute advantage, and the share of groups for which it says nothing.
         """
         num_groups = len(group_ids.unique())
         totals = self.total_rewards(rewards)
@@ -143,7 +144,7 @@ class Scoring(RowHelpers):
             values = rewards[:, column]
             metrics |= {
                 f"reward/{name}": values.mean(),
-                f"reward/{name}/weighted": weight * values.mean(),
+                f"reward/{name}/weighted": weight / sum(self.reward.weights) * values.mean(),
                 f"reward/{name}/normalized_abs_mean": advantages[:, column].abs().mean(),
                 f"reward/{name}/zero_std_group_frac": zero_std_groups(values, group_ids) / num_groups,
             }
@@ -172,8 +173,3 @@ def advantages_of_kept(
     advantages = compared.new_zeros((len(rewards), *compared.shape[1:]))
     advantages[is_kept] = compared
     return advantages
-
-
-def sum_kept(losses: Tensor, is_kept: Tensor | None) -> Tensor:
-    """Add up losses [N] of rows that are kept; None is all."""
-    return losses.sum() if is_kept is None else torch.where(is_kept, losses, 0.0).sum()

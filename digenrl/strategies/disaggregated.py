@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from digenrl.data import PromptData
 from digenrl.engines import Engine, InlineEngine, LocalEngine
-from digenrl.module import DiffusionRLModule, as_prompts
+from digenrl.module import VALIDATION_MEAN, DiffusionRLModule, as_prompts
 from digenrl.rewards import RewardTraits
 from digenrl.scheduling import Scheduler, SchedulingPolicy, cut_step
 from digenrl.scheduling.profile import Profile
@@ -44,6 +44,8 @@ from digenrl.types import PromptBatch
 log = logging.getLogger(__name__)
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+_FREE_WITHIN_S = 10.0  # of an error; a trainer that is not keeps its state
 
 _ENGINES: dict[str, type[Engine]] = {"inline": InlineEngine, "local": LocalEngine}
 
@@ -148,6 +150,8 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         self._module_blob: bytes | None = None
         self._built_module: DiffusionRLModule | None = None
         self._has_failed = False
+        self._free_by_s: float | None = None
+        """When the trainers must be free to hand over their state, once the run was interrupted."""
         self._num_groups = 0
         self._unlogged: StepResult | None = None
         self._scales = (1.0, 1.0)  # of the policy's gradient, and of all of it
@@ -168,7 +172,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         if self._built_module is not model:
             self.shutdown()
         super().connect(model)
-        self._has_failed = False
+        self._has_failed, self._free_by_s = False, None
         model.configure_model = self._configure_model  # type: ignore[method-assign]
 
     def setup_environment(self) -> None:
@@ -445,8 +449,17 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         if RewardTraits.of(self.module.reward).groupwise:
             uids = [prompt.uid for prompt in as_prompts(batch)]
             units = [row for row in range(len(uids) + 1) if row in (0, len(uids)) or uids[row] != uids[row - 1]]
-        for num_samples, call in self.pool.evaluate(hook, batch, *args, units=units):
-            self.module.log(call.name, call.value, **{"batch_size": num_samples, **call.kwargs})
+        # Scoring is the reward workers', unless the user's own hook mixes it with the rest.
+        is_ours = type(self.module).validation_step is DiffusionRLModule.validation_step
+        if hook == "validation_step" and is_ours and self.reward_workers:
+            shares = self.pool.validate(batch, *args, units=units)
+        else:
+            shares = self.pool.evaluate(hook, batch, *args, units=units)
+        for calls in shares:
+            for num_samples, call in calls:
+                self.module.log(call.name, call.value, **{"batch_size": num_samples, **call.kwargs})
+            if hook == "validation_step" and is_ours:
+                self.module.note_validation(scored=any(call.name == VALIDATION_MEAN for _, call in calls))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Run the closure and Lightning's hooks, then step the trainers.
@@ -529,8 +542,21 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Fetch the weights from the trainers."""
+        """Fetch the weights from the trainers.
+
+        Raises:
+            WorkerTimeout: the run was interrupted, and a trainer is at a long task.
+        """
+        self._await_state()
         return self.pool.fetch_state_dict()
+
+    def _await_state(self) -> None:
+        """After an error give the trainers a few seconds, all callbacks together, to finish what they are at."""
+        if self._trainer.interrupted:
+            now_s = time.monotonic()
+            if self._free_by_s is None:
+                self._free_by_s = now_s + _FREE_WITHIN_S
+            self.pool.await_state(max(self._free_by_s - now_s, 0.0))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; no code in it is run."""
@@ -560,6 +586,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Give the optimizer's settings, and its state fetched from the trainers."""
+        self._await_state()
         return {
             "settings": hyper_parameters(self.optimizers[0]),
             "configured": self._configured_settings,
@@ -654,7 +681,7 @@ class _RemoteModule:
         self._strategy = strategy
 
     def fetch_state_dict(self) -> dict[str, Any]:
-        return self._strategy.pool.fetch_state_dict()
+        return self._strategy.lightning_module_state_dict()
 
     def push_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> None:
         self._strategy._replace_weights(state_dict, strict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from digenrl.engines import Engine, Task
+from digenrl.engines import Engine, ObjectRef, Task
 from digenrl.strategies.optimizers import OptimizerSpec
 from digenrl.strategies.skeleton import ModuleOutline
 from digenrl.strategies.weight_planes import SharedMemoryPlane, WeightPlane, WeightSyncError
@@ -50,14 +51,14 @@ class WorkerPool:
     # ---- set-up --------------------------------------------------------------------------------------------
 
     def start_generators(self) -> None:
-        """Start the generators."""
-        for index, worker in enumerate(self.generators):
+        """Start the generators, and the reward workers that score for them."""
+        for index, worker in enumerate((*self.generators, *self.reward_workers)):
             self.engine.start(worker, Worker, env=self._environment(index))
 
     def start_trainers(self) -> None:
-        """Start the trainers, and the reward workers that score for them."""
+        """Start the trainers."""
         self.trainers = tuple(f"trainer-{rank}" for rank in range(self._num_trainers))
-        for index, worker in enumerate((*self.trainers, *self.reward_workers), len(self.generators)):
+        for index, worker in enumerate(self.trainers, len(self.generators) + len(self.reward_workers)):
             self.engine.start(worker, Worker, env=self._environment(index))
 
     def build(self, module: bytes) -> tuple[ModuleOutline, ...]:
@@ -66,8 +67,7 @@ class WorkerPool:
         Raises:
             WeightSyncError: workers built different weights, trained ones aside, which are synchronized.
         """
-        reward_workers = self.reward_workers if self.trainers else ()
-        started = (*self.generators, *self.trainers, *reward_workers)
+        started = (*self.generators, *self.reward_workers, *self.trainers)
         new = [worker for worker in started if worker not in self._built]
         tasks = [
             self.engine.submit(
@@ -77,7 +77,7 @@ class WorkerPool:
                 self._device,
                 self._precision,
                 offloads_to_assist=self._offloads_to_assist,
-                sets_up_reward=worker in (reward_workers or self.generators),
+                sets_up_reward=worker in (self.reward_workers or self.generators),
             )
             for worker in new
         ]
@@ -162,7 +162,7 @@ class WorkerPool:
 
     def evaluate(
         self, hook: str, batch: Sequence[Any], *args: Any, units: Sequence[int] | None = None
-    ) -> list[tuple[int, LogCall]]:
+    ) -> list[list[tuple[int, LogCall]]]:
         """Run an evaluation hook with the batch spread over the generators.
 
         Args:
@@ -172,19 +172,39 @@ class WorkerPool:
             units: rows at which the batch may be cut, 0 and its length included; None is any.
 
         Returns:
-            What the hook logged, each with the number of samples it speaks for.
+            What the hook logged for each generator's share, each with the number of samples it speaks for.
         """
-        borders = range(len(batch) + 1) if units is None else units
-        shares = {
-            generator: batch[borders[start] : borders[stop]]
-            for generator, (start, stop) in zip(self.generators, self._shares(len(borders) - 1), strict=True)
-            if stop > start
-        }
+        shares = self._generators_shares(batch, units)
         tasks = [
             self.engine.submit(generator, "evaluation_step", hook, share, *args) for generator, share in shares.items()
         ]
         logged = self.engine.gather(tasks)
-        return [(len(share), call) for share, calls in zip(shares.values(), logged, strict=True) for call in calls]
+        return [[(len(share), call) for call in calls] for share, calls in zip(shares.values(), logged, strict=True)]
+
+    def validate(
+        self, batch: Sequence[Any], batch_idx: int, *, units: Sequence[int] | None = None
+    ) -> list[list[tuple[int, LogCall]]]:
+        """Make a validation batch on the generators and score it on the reward workers; see `evaluate`."""
+        shares = self._generators_shares(batch, units)
+        making = [
+            self.engine.submit(generator, "validation_samples", share, batch_idx) for generator, share in shares.items()
+        ]
+        scorers = itertools.cycle(self.reward_workers)
+        scoring = []
+        for task in making:  # each is scored while the next are made
+            samples: ObjectRef = self.engine.gather([task])[0]
+            scoring.append((samples, self.engine.submit(next(scorers), "score_validation", samples)))
+        logged = self.engine.gather([task for _, task in scoring])
+        self.engine.gather([self.engine.submit(samples.worker, "free", [samples]) for samples, _ in scoring])
+        return [[(len(share), call) for call in calls] for share, calls in zip(shares.values(), logged, strict=True)]
+
+    def _generators_shares(self, batch: Sequence[Any], units: Sequence[int] | None) -> dict[str, Sequence[Any]]:
+        borders = range(len(batch) + 1) if units is None else units
+        return {
+            generator: batch[borders[start] : borders[stop]]
+            for generator, (start, stop) in zip(self.generators, self._shares(len(borders) - 1), strict=True)
+            if stop > start
+        }
 
     def sample(self, prompts: PromptBatch) -> Tensor:
         """Make deterministic samples on the generators: media [B, (F), C, H, W] in [0, 1]."""
@@ -197,9 +217,22 @@ class WorkerPool:
 
     # ---- state ---------------------------------------------------------------------------------------------
 
+    @property
+    def _keeper(self) -> str:
+        """Whose state is that of the run."""
+        return (self.trainers or self.generators)[0]
+
+    def await_state(self, timeout_s: float) -> None:
+        """Wait until the worker whose state is fetched is free.
+
+        Raises:
+            WorkerTimeout: it is not within `timeout_s` seconds.
+        """
+        self.engine.drain(self._keeper, timeout_s)
+
     def fetch_state_dict(self) -> dict[str, Any]:
         """Fetch the weights: the trainers', if there are any."""
-        return self._fetch((self.trainers or self.generators)[0], "state_dict")
+        return self._fetch(self._keeper, "state_dict")
 
     def push_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> None:
         """Replace the weights of all workers."""

@@ -17,11 +17,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from digenrl.engines import ObjectRef, ObjectStore
 from digenrl.metrics import MetricAccumulator, MetricValue, Reduction
-from digenrl.module import DiffusionRLModule, sum_kept
+from digenrl.module import DiffusionRLModule, NonFiniteGradientError
 from digenrl.strategies.optimizers import OptimizerSpec, TrainingState, load_named_state, named_state
 from digenrl.strategies.skeleton import ModuleOutline, describe
 from digenrl.strategies.weight_planes import ArenaLayout, WeightArena, WeightSyncError, WrittenWeights, weights_digest
-from digenrl.types import Prompt, PromptBatch, RowLosses, ScoredBatch, TimestepBatch, Trajectory
+from digenrl.types import Prompt, PromptBatch, ScoredBatch, Trajectory
 
 _MAX_POLICY_AGE = 1  # versions; the scheduler never lets a trajectory grow older
 
@@ -115,10 +115,6 @@ class LogCall:
     kwargs: Mapping[str, Any]
 
 
-class NonFiniteGradientError(RuntimeError):
-    """A gradient is NaN or infinite; the optimizer was not stepped."""
-
-
 @contextmanager
 def _with_gradient() -> Iterator[None]:
     """Allow gradients, also where this process validates meanwhile, as it does with the inline engine."""
@@ -164,6 +160,7 @@ class Worker:
         built.to(self._device)
         # A worker has no trainer, and Lightning's `log` would drop the value.
         built.log, built.log_dict = self._log, self._log_dict
+        built._is_reward_set_up = False  # whatever the module did before it was sent here
         if sets_up_reward:
             built.set_up_reward()
         published = built.published_weights()
@@ -223,14 +220,32 @@ class Worker:
 
     def evaluation_step(self, hook: str, batch: Sequence[Prompt | str], *args: Any) -> list[LogCall]:
         """Run `validation_step` or `test_step` on some samples and hand over what it logged."""
+        with self._collect_logs() as calls:
+            getattr(self._module, hook)(batch, *args)
+        return calls
+
+    def validation_samples(self, batch: Sequence[Prompt | str], batch_idx: int) -> ObjectRef:
+        """Make the samples of a validation batch and keep them for the worker that scores them."""
+        with torch.no_grad(), self._autocast():
+            prompts = self._module.validation_prompts(batch, batch_idx)
+            return self._store.put((self._module.sample(prompts).cpu(), prompts))
+
+    def score_validation(self, samples: ObjectRef) -> list[LogCall]:
+        """Score a validation batch that another worker has made, and hand over what is logged of it."""
+        media, prompts = self._store.get(samples)
+        with self._collect_logs() as calls:
+            self._module.score_validation(media.to(self._device), prompts)
+        return calls
+
+    @contextmanager
+    def _collect_logs(self) -> Iterator[list[LogCall]]:
         calls: list[LogCall] = []
         self._log_calls = calls
         try:
             with torch.no_grad(), self._autocast():
-                getattr(self._module, hook)(batch, *args)
+                yield calls
         finally:
             self._log_calls = None
-        return calls
 
     # ---- assisting -----------------------------------------------------------------------------------------
 
@@ -307,8 +322,8 @@ class Worker:
                 timesteps[:, first_column : first_column + num_columns], first_column=first_column
             )
             with self._autocast():
-                losses = self._module.timestep_loss(batch)
-            sums = self._backward(losses, batch, num_rows=num_rows, keeps_parts_apart=keeps_parts_apart)
+                losses = self._module.checked_losses(batch)
+            sums = self._backward(losses, num_rows=num_rows, keeps_parts_apart=keeps_parts_apart)
             loss_sum += sums[0]
             regularizer_sum += sum(sums[1:])
         return UpdateReport(
@@ -322,17 +337,9 @@ class Worker:
             slice(self._rank * num_samples // self._num_ranks, (self._rank + 1) * num_samples // self._num_ranks)
         )
 
-    def _backward(
-        self, losses: Tensor | RowLosses, batch: TimestepBatch, *, num_rows: int, keeps_parts_apart: bool
-    ) -> list[float]:
-        """Accumulate the gradient of a chunk's losses; returns the sum of each part."""
-        parts = (losses,) if isinstance(losses, Tensor) else (losses.policy, losses.regularizer)
-        for part in parts:
-            if part.shape != (len(batch),):
-                raise ValueError(
-                    f"`timestep_loss` must return one loss per row, shape [{len(batch)}], got {list(part.shape)}."
-                )
-        sums = [sum_kept(part, batch.is_kept) for part in parts]
+    def _backward(self, parts: Sequence[Tensor], *, num_rows: int, keeps_parts_apart: bool) -> list[float]:
+        """Accumulate the gradient of a chunk's losses, each part [N]; returns the sum of each part."""
+        sums = [part.sum() for part in parts]
         if keeps_parts_apart and len(sums) == 2:
             if sums[1].requires_grad:
                 self._accumulate_regularizer(sums[1] / num_rows)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from digenrl import Condition, DiffusionPolicy, Prompt, PromptBatch
 from digenrl.algorithms import ForwardProcessModule
 from digenrl.diffusion import Euler, flow_match_sigmas
-from digenrl.module import total_loss
 from digenrl.types import TimestepBatch
+from tests.algorithms.toy_rows import total_loss
 from tests.functional.golden import assert_gradient, tensors
 from tests.toy import level_reward
 

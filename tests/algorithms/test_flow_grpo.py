@@ -15,9 +15,9 @@ from digenrl import Condition, DiffusionPolicy, Prompt, PromptBatch, Trajectory
 from digenrl.algorithms import FlowGRPO, MixGRPO
 from digenrl.algorithms.reverse_process import KernelName
 from digenrl.diffusion import DanceSDE, FlowCPS, FlowSDE, Kernel, WanLinearSDE, sampling
-from digenrl.module import total_loss
 from digenrl.types import RowLosses
 from tests.algorithms.stored import StoredVelocity, no_reward, stored_batch
+from tests.algorithms.toy_rows import total_loss
 from tests.functional.golden import assert_gradient, assert_value, load, tensors
 from tests.integration.toy_runs import fit
 from tests.toy import WORDS, ToyPolicy, level_reward, toy_module

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from digenrl.algorithms import GRPOGuard
-from digenrl.module import total_loss
 from digenrl.types import RowLosses, ScoredBatch
 from tests.algorithms.stored import StoredVelocity, no_reward, stored_batch
 from tests.algorithms.test_flow_grpo import assert_close, stored_rollout
+from tests.algorithms.toy_rows import total_loss
 from tests.functional.golden import assert_gradient, assert_value, load, tensors
 from tests.toy import WORDS, ToyPolicy, level_reward
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from digenrl import DisaggregatedStrategy
 from digenrl.module import DiffusionRLModule
-from digenrl.types import ScoredBatch, TimestepBatch
+from digenrl.types import RowLosses, ScoredBatch, TimestepBatch
 from tests.algorithms.cases import SMALL
 from tests.integration.toy_runs import fit, toy_data
 from tests.toy import ToyPolicy, level_reward
@@ -23,6 +23,11 @@ def toy(cls: type[DiffusionRLModule], **settings: Any) -> Any:
     module = cls(ToyPolicy(), **{**SMALL, "reward": level_reward, **settings})
     module.configure_model()
     return module
+
+
+def total_loss(losses: Tensor | RowLosses) -> Tensor:
+    """Add up the losses of all rows."""
+    return losses.sum() if isinstance(losses, Tensor) else (losses.policy + losses.regularizer).sum()
 
 
 def move(weights: Any, seed: int = 1) -> None:

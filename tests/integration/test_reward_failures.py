@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from digenrl import DisaggregatedStrategy, PromptBatch
-from digenrl.algorithms import DGPO, FlowGRPO
+from digenrl.algorithms import DGPO, DiffusionNFT, FlowGRPO
+from digenrl.module import NonFiniteGradientError
 from digenrl.rewards import RewardError, SeveralRewards
+from digenrl.types import TimestepBatch
 from tests.integration.toy_runs import fit, relative_difference, toy_data
 from tests.toy import ToyPolicy, level_reward, toy_module
 
@@ -43,8 +45,10 @@ def calm(media: Tensor, prompts: PromptBatch) -> Tensor:
 
 def module_with(reward: Any, algorithm: type = FlowGRPO, **settings: Any) -> Any:
     defaults: dict[str, Any] = {"group_size": 4, "num_steps": 5, "lr": 1e-3, "seed": 0, "on_reward_error": "drop_group"}
-    if algorithm is FlowGRPO:
+    if issubclass(algorithm, FlowGRPO):
         defaults |= {"timestep_fraction": 0.8, "clip_range": 1e-2}
+    elif algorithm is DiffusionNFT:
+        defaults |= {"num_trained_timesteps": 3}
     module = algorithm(ToyPolicy(), reward, **{**defaults, "reward_retries": 1, **settings})
     module.reward_errors = replace(module.reward_errors, wait_s=0.0)
     return module
@@ -151,6 +155,42 @@ def test_a_reward_that_comes_back_leaves_no_trace(tmp_path: Path) -> None:
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
+class Poisoned(ToyPolicy):
+    """Starts one sample of one prompt from infinity, as a policy does that has overflown."""
+
+    def initial_latents(self, seeds: Any) -> Tensor:
+        latents = super().initial_latents(seeds)
+        latents[[seed == self.seed for seed in seeds]] = math.inf
+        return latents
+
+
+@pytest.mark.parametrize("algorithm", [FlowGRPO, DGPO, DiffusionNFT])
+@pytest.mark.parametrize("strategy", ["auto", "disaggregated"])
+def test_what_made_a_reward_fail_does_not_reach_the_weights(strategy: str, algorithm: type) -> None:
+    def run(policy: Any, reward: Any) -> dict[str, Tensor]:
+        module = module_with(reward, algorithm)
+        module.policy = policy
+        policy.seed = module.prompt_batch(["low", "middle", "high", "top"]).seeds[5]
+        chosen: Any = DisaggregatedStrategy(engine="inline") if strategy != "auto" else strategy
+        return fit(chosen, module=module, data=toy_data(shuffle=False))[2]
+
+    poisoned = run(Poisoned(), level_reward)
+    assert all(value.isfinite().all() for value in poisoned.values())
+    assert relative_difference(poisoned, run(ToyPolicy(), Flaky(("middle",)))) <= TOLERANCE
+
+
+@pytest.mark.parametrize("strategy", ["auto", "disaggregated"])
+def test_metrics_are_those_of_the_groups_that_are_left(strategy: str) -> None:
+    class Levels(FlowGRPO):
+        def timestep_loss(self, batch: TimestepBatch) -> Any:
+            self.track("levels", torch.tensor([float(text == "low") for text in batch.prompts.texts]))
+            return super().timestep_loss(batch)
+
+    chosen: Any = DisaggregatedStrategy(engine="inline") if strategy != "auto" else strategy
+    trainer, *_ = fit(chosen, module=module_with(Flaky(("high", "top")), Levels))
+    assert trainer.callback_metrics["levels"] == 0.5
+
+
 @pytest.mark.parametrize("strategy", ["auto", "disaggregated"])
 def test_validation_leaves_failed_samples_out_and_an_empty_one_is_an_error(strategy: str) -> None:
     def validate(reward: Any) -> Any:
@@ -160,13 +200,36 @@ def test_validation_leaves_failed_samples_out_and_an_empty_one_is_an_error(strat
 
     without_low = validate(Flaky(("low",), 0.0, sample=0))
     torch.testing.assert_close(validate(Flaky(("low",), sample=0)), 2 * without_low)
-    with pytest.raises(Exception, match="failed for all 2 validation samples"):
+    with pytest.raises(RewardError, match="failed for all validation samples"):
         validate(Flaky(("low", "middle"), sample=0))
 
 
-def test_dropping_is_refused_where_windows_or_ranks_would_weigh_batches_wrongly() -> None:
+@pytest.mark.parametrize("settings", [{"generators": 2}, {"generators": 2, "reward_workers": 1}])
+def test_a_share_of_a_validation_may_be_empty(settings: dict[str, Any]) -> None:
+    def validate(strategy: Any, **data_settings: Any) -> Any:
+        data = toy_data(validation_prompts=["low", "middle"], **data_settings)
+        module = module_with(Flaky(("low",), sample=0), lr=0.0)
+        return fit(strategy, module=module, data=data)[0].callback_metrics["val/reward/mean"]
+
+    whole = validate("auto")
+    torch.testing.assert_close(validate(DisaggregatedStrategy(engine="inline", **settings)), whole)
+    torch.testing.assert_close(validate("auto", validation_batch_size=1), whole)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "disaggregated"])
+def test_dropping_is_refused_where_batches_of_a_window_would_be_weighed_wrongly(strategy: str) -> None:
+    chosen: Any = DisaggregatedStrategy(engine="inline") if strategy != "auto" else strategy
     with pytest.raises(ValueError, match="`on_reward_error` must be raise or retry with `accumulate_grad_batches` 2"):
-        fit(DisaggregatedStrategy(engine="inline"), module=module_with(level_reward), accumulate_grad_batches=2)
+        fit(chosen, module=module_with(level_reward), accumulate_grad_batches=2)
+
+
+def test_a_gradient_that_is_not_finite_ends_a_colocated_run_before_the_weights_change() -> None:
+    module = module_with(level_reward)
+    loss = module.timestep_loss
+    module.timestep_loss = lambda batch: loss(batch) * math.inf
+    with pytest.raises(NonFiniteGradientError, match="the weights are unchanged"):
+        fit("auto", module=module)
+    assert all(value.isfinite().all() for value in module.state_dict().values())
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_metrics_show_each_reward_as_it_is_weighted_and_compared() -> None:
     rewards, groups = torch.stack([torch.randn(8), torch.full((8,), 7.0)], dim=1), torch.arange(8) // 4
     metrics = module.reward_metrics(rewards, groups)
     assert metrics["reward/constant"] == 7
-    assert metrics["reward/level_reward/weighted"] == 3 * rewards[:, 0].mean()
+    assert metrics["reward/level_reward/weighted"] == 0.75 * rewards[:, 0].mean()
     compared = group_advantages(rewards[:, 0], groups)
     assert metrics["reward/level_reward/normalized_abs_mean"] == compared.abs().mean()
     assert metrics["reward/constant/normalized_abs_mean"] == 0

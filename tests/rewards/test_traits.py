@@ -115,7 +115,9 @@ def test_a_reward_is_set_up_once_in_each_worker_that_scores(
     prompts.write_text("".join(f'{{"prompt": "{word}", "style": "a"}}\n' for word in ("low", "high")))
     log = tmp_path / "log"
     strategy = DisaggregatedStrategy(generators=2, reward_workers=num_reward_workers, trainer_assist="off")
-    fit(strategy, module=with_reward(Styled(log)), data=PromptData(prompts, prompts_per_step=2, seed=0), max_steps=2)
+    data = PromptData(prompts, prompts_per_step=2, seed=0, validation_prompts=prompts)
+    trainer, *_ = fit(strategy, module=with_reward(Styled(log)), data=data, max_steps=2)
+    assert "val/reward/mean" in trainer.callback_metrics
     assert log.read_text().splitlines() == ["setup cpu"] * scorers
 
 
@@ -167,6 +169,17 @@ def test_validation_keeps_the_samples_of_a_prompt_together() -> None:
     assert trainer.callback_metrics["val/reward/mean"] == 1.5
     with pytest.raises(ValueError, match="`validation_batch_size` must be a multiple of .* 4, got 6"):
         fit("auto", module=with_reward(Ranked()), data=toy_data(**settings, validation_batch_size=6))
+    with pytest.raises(ValueError, match="`validation_samples_per_prompt` must be at least 2, got 1"):
+        fit("auto", module=with_reward(Ranked()), data=toy_data(validation_prompts=["low"]))
+
+
+def test_a_worker_sets_a_reward_up_although_the_module_has_done_so(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "low", "style": "a"}\n')
+    module = with_reward(Styled(tmp_path / "log"))
+    module.set_up_reward()
+    fit(DisaggregatedStrategy(trainer_assist="off"), module=module, data=PromptData(prompts, prompts_per_step=1))
+    assert (tmp_path / "log").read_text() == "setup cpu\n" * 2
 
 
 def test_a_group_that_no_generator_could_make_whole_is_refused() -> None:

@@ -124,8 +124,10 @@ class DiffusionRLModule(Validation, ABC):
             validation_solver: of the ODE for validation samples: `"euler"`, or `"dpm"` for DPM-Solver++ 2M.
             on_reward_error: what is done about samples whose reward raises or is not finite: `"raise"` ends the run,
                 `"retry"` asks again first, `"drop_group"` asks again and then leaves the sample's whole group out of
-                the step; losses are then divided by the rows that are left.
-            reward_retries: how often a reward that failed is asked again; it waits 0.5 s, then twice as long each time.
+                the step; losses are then divided by the rows that are left. Before that, it is asked about samples one
+                by one, even with no retries.
+            reward_retries: how often a reward that failed is asked again, at most 1000; it waits 0.5 s, then twice as
+                long each time, up to 30 s.
             lr: learning rate of the default optimizer, AdamW.
             weight_decay: its weight decay.
             seed: fixes all noise; None takes the seed given to `seed_everything`, or 0. Saved in checkpoints.

@@ -129,8 +129,8 @@ class Scoring(RowHelpers):
     def reward_metrics(self, rewards: Tensor, group_ids: Tensor) -> Mapping[str, Tensor | float]:
         """Give the metrics of rewards [B] or [B, R] of whole groups.
 
-        Of several rewards, each has its mean as it is, its part of `reward/mean`, and how much it says once it is compared
-        with its own kind: the mean absolute advantage, and the share of groups for which it says nothing.
+        Of several rewards, each has its mean as it is, its part of `reward/mean`, and how much it says once it is
+        compared with its own kind: the mean absolute advantage, and the share of groups for which it says nothing.
         """
         num_groups = len(group_ids.unique())
         totals = self.total_rewards(rewards)

@@ -73,7 +73,10 @@ class FrameReward(ABC):
 
     @abstractmethod
     def score_images(self, images: Tensor, prompts: PromptBatch) -> Any:
-        """Judge N images, [N, C, H, W] in [0, 1], of N rows of prompts: [N]. Called under `torch.no_grad`."""
+        """Judge N images, [N, C, H, W] in [0, 1], of N rows of prompts: [N].
+
+        Called under `torch.no_grad`. The images may be changed in place, the prompts not.
+        """
 
     def to(self, device: torch.device) -> None:
         """Move the networks that this object holds."""

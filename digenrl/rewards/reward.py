@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import cloudpickle
 import torch
 from torch import Tensor
 
@@ -26,7 +28,14 @@ also have what `RewardTraits` lists, and two methods:
 
 Where it asks about each sample by itself, it may return a list with an exception in place of a number: only that sample
 has failed then.
+
+The media are a copy of its own each time, which it may change in place; prompts it must leave alone. Runs ask without
+gradients, under `torch.no_grad` or `torch.inference_mode`. A `functools.partial` is asked with its arguments, and has
+the name, the traits and the methods of what it wraps.
 """
+
+_NAMES_OF_METRICS = ("mean", "zero_std_group_frac", "dropped_groups")
+_MAX_SHOWN = 80  # characters of a prompt or value in a message
 
 
 class JoinedReward:
@@ -39,6 +48,12 @@ class JoinedReward:
     """Relative to each other."""
     sums_raw_rewards: bool
     """Whether samples are compared by the weighted sum, instead of each reward with its own kind."""
+    num_set_up: int = 0
+    """Of the rewards, while not all could be: the next try goes on with the one that failed."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Give what a copy has: each worker sets up all rewards."""
+        return {name: value for name, value in vars(self).items() if name != "num_set_up"}
 
 
 class RewardError(RuntimeError):
@@ -63,19 +78,23 @@ class RewardTraits:
         """Read a reward's attributes; several rewards need all that each needs.
 
         Raises:
-            ValueError: an attribute that is not what it should be.
+            ValueError: an attribute, or a name, that is not what it should be, or a class instead of an instance.
         """
         if isinstance(reward, JoinedReward):
+            for name in reward.names:
+                _check_name(name)
             parts = [cls.of(part) for part in reward.rewards]
             columns = dict.fromkeys(column for part in parts for column in part.requires)
             return cls(tuple(columns), any(part.groupwise for part in parts))
+        _check_instance(reward)
         name = reward_name(reward)
-        requires: Any = getattr(reward, "requires", ())
+        _check_name(name)
+        requires: Any = reward_attribute(reward, "requires", ())
         traits = cls(
             tuple(requires) if isinstance(requires, Sequence) and not isinstance(requires, str) else (requires,),
-            getattr(reward, "groupwise", False),
-            getattr(reward, "batch_size", None),
-            getattr(reward, "offload", False),
+            reward_attribute(reward, "groupwise", False),
+            reward_attribute(reward, "batch_size", None),
+            reward_attribute(reward, "offload", False),
         )
         if not all(isinstance(column, str) for column in traits.requires):
             raise ValueError(f"`requires` of reward `{name}` must be names of metadata columns, got {requires!r}.")
@@ -86,30 +105,64 @@ class RewardTraits:
                 )
         if traits.batch_size is not None:
             check_count(f"`batch_size` of reward `{name}`", traits.batch_size)
-        if traits.offload and not callable(getattr(reward, "to", None)):
+        if traits.offload and not callable(reward_attribute(reward, "to")):
             raise ValueError(f"`offload` of reward `{name}` must be false: the reward has no method `to(device)`.")
         return traits
 
 
 def reward_name(reward: Reward) -> str:
     """Name a reward in metrics and messages: its attribute `name`, or the function's name, or the object's class."""
-    own = getattr(reward, "name", None)
+    own = reward_attribute(reward, "name")
     if isinstance(own, str) and own:
         return own
-    return reward.__name__ if inspect.isroutine(reward) else type(reward).__name__
+    wrapped = _wrapped(reward)
+    if inspect.isroutine(wrapped) or isinstance(wrapped, type):
+        return wrapped.__name__
+    return type(wrapped).__name__
+
+
+def reward_attribute(reward: Reward, attribute: str, default: Any = None) -> Any:
+    """Read an attribute of a reward; a `functools.partial` has those of what it wraps, and may have its own."""
+    while isinstance(reward, partial) and attribute not in vars(reward):
+        reward = reward.func
+    return getattr(reward, attribute, default)
+
+
+def _wrapped(reward: Reward) -> Reward:
+    while isinstance(reward, partial):
+        reward = reward.func
+    return reward
+
+
+def _check_instance(reward: Reward) -> None:
+    if isinstance(_wrapped(reward), type):
+        name = reward_name(reward)
+        raise ValueError(f"`reward` must not be a class, got {name}: give an instance, such as `{name}(...)`.")
+
+
+def _check_name(name: str) -> None:
+    """Check that a name gives metrics of its own, which loggers and tables can show."""
+    if name in _NAMES_OF_METRICS or not name.strip() or not name.isprintable() or "/" in name or "," in name:
+        raise ValueError(
+            f"a reward's name must be printable, without / and commas, and none of {', '.join(_NAMES_OF_METRICS)}, as "
+            f"metrics are named after it, got {shortened(name)}: give the reward another `name`."
+        )
 
 
 def set_up_reward(reward: Reward, device: torch.device) -> None:
     """Let a reward, or each of several, load what it needs.
 
     Raises:
-        RewardError: it could not; the message names the reward.
+        RewardError: it could not; the message names the reward. Of several, those before it are not set up again by
+            the next call.
     """
     if isinstance(reward, JoinedReward):
-        for part in reward.rewards:
+        for part in reward.rewards[reward.num_set_up :]:
             set_up_reward(part, device)
+            reward.num_set_up += 1
+        reward.num_set_up = 0
         return
-    setup = getattr(reward, "setup", None)
+    setup = reward_attribute(reward, "setup")
     if setup is None:
         return
     try:
@@ -133,19 +186,47 @@ def check_prompts(reward: Reward, prompts: Sequence[Prompt], *, name: str = "pro
                     f"{len(lacking)} of {len(prompts)} lack it, the first is {shortened(lacking[0].text)}; "
                     'give a .jsonl file with lines such as {"prompt": "...", "' + column + '": ...}.'
                 )
-        own_check = getattr(part, "check_prompts", None)
+        own_check = reward_attribute(part, "check_prompts")
         if own_check is not None:
             own_check(prompts)
 
 
+def check_picklable(reward: Reward) -> None:
+    """Find out which reward cannot be sent to workers; meant for when pickling a module has failed, as it copies all.
+
+    Raises:
+        ValueError: it cannot be pickled.
+    """
+    for part in (*reward.rewards, reward) if isinstance(reward, JoinedReward) else (reward,):
+        try:
+            cloudpickle.dumps(part)
+        except Exception as error:  # of any class: objects say themselves how they are pickled
+            raise ValueError(
+                f"reward `{reward_name(part)}` must be picklable, as workers get a copy of it, but has what is not "
+                f"({describe_error(error)}): make that in a method `setup(device)`, which workers call."
+            ) from error
+
+
 def describe_error(error: BaseException) -> str:
     """Say in one line what was raised; an error of ours says all in its message."""
-    message = " ".join(str(error).split()).removesuffix(".")
-    if isinstance(error, RewardError):
+    try:
+        message = " ".join(str(error).split()).removesuffix(".")
+    except Exception:  # an error that cannot say what it is must not hide that it was raised
+        message = ""
+    if isinstance(error, RewardError) and message:
         return message
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
-def shortened(text: str, limit: int = 80) -> str:
+def shortened(text: str, limit: int = _MAX_SHOWN) -> str:
     """Quote a prompt in a message."""
     return repr(text if len(text) <= limit else text[: limit - 3] + "...")
+
+
+def shown(value: object) -> str:
+    """Show in one line what a reward gave, whatever that is."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # of an object's own `__repr__`, or of an integer with too many digits
+        return f"{type(value).__name__} that cannot be shown"
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."

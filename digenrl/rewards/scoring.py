@@ -6,9 +6,9 @@ import logging
 import math
 import numbers
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -21,14 +21,18 @@ from digenrl.rewards.reward import (
     RewardError,
     RewardTraits,
     describe_error,
+    reward_attribute,
     reward_name,
     shortened,
+    shown,
 )
 from digenrl.types import PromptBatch
 
 log = logging.getLogger(__name__)
 
 _LARGEST = torch.finfo(torch.float32).max  # rewards are kept in float32
+_MAX_RETRIES = 1000
+_MAX_WAIT_S = 30.0
 
 OnRewardError = Literal["raise", "retry", "drop_group"]
 
@@ -41,24 +45,39 @@ class ErrorPolicy:
     """`"retry"` asks again and raises at last, `"drop_group"` asks again and leaves the sample's group out at last.
 
     A reward that raises does so for all samples it was asked about together. Before groups are dropped it is therefore
-    asked about each sample, or group, by itself the last time, so that only what cannot be scored is lost.
+    asked about each sample, or group, by itself the last time, so that only what cannot be scored is lost, however
+    samples were batched. With no retries that is one more time, at once, for those that did not fail by themselves.
     """
     num_retries: int = 2
-    """How often it is asked again."""
+    """How often it is asked again, at most 1000 times."""
     wait_s: float = 0.5
-    """Before the first time; each next wait is twice as long."""
+    """Before the first time; each next wait is twice as long, up to 30 s."""
 
     def __post_init__(self) -> None:
         """Check them, by the names that modules have for them."""
         if self.on_error not in ("raise", "retry", "drop_group"):
             raise ValueError(f"`on_reward_error` must be raise, retry or drop_group, got {self.on_error!r}.")
         check_count("`reward_retries`", self.num_retries, least=0)
+        if self.num_retries > _MAX_RETRIES:
+            hours = _MAX_RETRIES * _MAX_WAIT_S / 3600
+            raise ValueError(
+                f"`reward_retries` must be at most {_MAX_RETRIES}, which take {hours:.0f} hours of waits, got "
+                f"{self.num_retries}."
+            )
+        if not 0 <= self.wait_s < math.inf:
+            raise ValueError(f"`wait_s` is in seconds and must be in [0, inf), got {self.wait_s}.")
 
-    @property
-    def waits_s(self) -> tuple[float, ...]:
-        """Seconds before each time that a reward is asked, the first time included."""
-        num_retries = 0 if self.on_error == "raise" else self.num_retries
-        return (0.0, *(self.wait_s * 2**index for index in range(num_retries)))
+    def retries(self) -> Iterator[tuple[float, bool]]:
+        """Give, for each time a reward is asked again, the wait in s, and whether samples are asked one by one."""
+        if self.on_error == "raise":
+            return
+        drops, wait_s = self.on_error == "drop_group", self.wait_s
+        for left in reversed(range(self.num_retries)):
+            wait_s = min(wait_s, _MAX_WAIT_S)
+            yield wait_s, drops and left == 0
+            wait_s *= 2
+        if drops and self.num_retries == 0:
+            yield 0.0, True
 
 
 @dataclass(frozen=True)
@@ -71,7 +90,7 @@ class RewardFailure:
     reason: str
 
     def __str__(self) -> str:
-        return f"reward `{self.reward}` {self.reason}, for prompt {shortened(self.prompt)}"
+        return f"reward `{self.reward}` for prompt {shortened(self.prompt)} {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -120,79 +139,133 @@ def score_samples(reward: Reward, media: Tensor, prompts: PromptBatch, policy: E
 
 def _ask(reward: Reward, media: Tensor, prompts: PromptBatch, policy: ErrorPolicy) -> RewardBatch:
     name, traits = reward_name(reward), RewardTraits.of(reward)
-    rewards = torch.full((len(prompts),), math.nan)
-    rows, num_retried = list(range(len(prompts))), 0
-    answer = _Answer(rewards, {})
-    for attempt, wait_s in enumerate(policy.waits_s):
-        if attempt > 0:
-            rows = _whole_groups(answer.reasons, prompts) if traits.groupwise else sorted(answer.reasons)
-            num_retried = max(num_retried, len(rows))
-            reason = answer.reasons[min(answer.reasons)]
-            log.warning(
-                "reward `%s` %s; asking again about %d of %d samples in %g s (%d of %d).",
-                *(name, reason, len(rows), len(prompts), wait_s, attempt, len(policy.waits_s) - 1),
-            )
-            time.sleep(wait_s)
-        is_last = 0 < attempt == len(policy.waits_s) - 1
-        chunk_size = 1 if is_last and policy.on_error == "drop_group" else traits.batch_size
-        answer = _ask_once(reward, media, prompts, rows, replace(traits, batch_size=chunk_size))
-        rewards[rows] = answer.rewards[rows]
-        if not answer.reasons:
-            return RewardBatch(rewards, (), num_retried)
+    answer = _ask_once(reward, media, prompts, list(range(len(prompts))), traits)
+    num_asked, num_retried = 1, 0
+    for wait_s, one_by_one in policy.retries():
+        failed = answer.reasons.keys() if policy.num_retries > 0 else answer.together
+        if not failed:
+            break
+        rows = _whole_groups(failed, prompts) if traits.groupwise else sorted(failed)
+        log.warning(
+            "reward `%s` %s; asking again about %d of %d samples%s in %g s.",
+            *(name, answer.reasons[min(failed)], len(rows), len(prompts), ", one by one," * one_by_one, wait_s),
+        )
+        time.sleep(wait_s)
+        answer.replace(
+            rows, _ask_once(reward, media, prompts, rows, replace(traits, batch_size=1) if one_by_one else traits)
+        )
+        num_asked, num_retried = num_asked + 1, max(num_retried, len(rows))
     failures = tuple(
-        RewardFailure(name, row, prompts.texts[row], answer.reasons[row]) for row in sorted(answer.reasons)
+        RewardFailure(name, row, prompts.texts[row], str(reason)) for row, reason in sorted(answer.reasons.items())
     )
-    if policy.on_error == "drop_group":
-        return RewardBatch(rewards, failures, num_retried)
-    first, tries = failures[0], len(policy.waits_s)
-    remedy = "" if answer.error is not None else "; it must give one finite number per sample"
-    raise RewardError(
-        f"reward `{name}` {first.reason} for {len(failures)} of {len(prompts)} samples, the first for prompt "
-        f"{shortened(first.prompt)}{f', asked {tries} times' if tries > 1 else ''}{remedy}."
-    ) from answer.error
+    if not failures or policy.on_error == "drop_group":
+        return RewardBatch(answer.rewards, failures, num_retried)
+    first, reason = failures[0], answer.reasons[failures[0].row]
+    where = f"for {len(failures)} of {len(prompts)} samples, the first for prompt {shortened(first.prompt)}"
+    if num_asked > 1:
+        where += f", asked {num_asked} times"
+    raise RewardError(f"reward `{name}` {reason.at(where)}.") from answer.error
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why there is no reward for a sample."""
+
+    verb: str
+    """What the reward did: returned nan, failed."""
+    detail: str = ""
+    """The error it raised, in its own words, which may end with a remedy."""
+
+    def at(self, where: str) -> str:
+        """Say it of some samples."""
+        if self.detail:
+            return f"{self.verb} {where}: {self.detail}"
+        return f"{self.verb} {where}; it must give one finite number per sample"
+
+    def __str__(self) -> str:
+        return f"{self.verb}: {self.detail}" if self.detail else self.verb
 
 
 @dataclass
 class _Answer:
-    """What one round of asking gave."""
+    """What asking about some of B rows gave."""
 
     rewards: Tensor  # [B], NaN where nothing good came
-    reasons: dict[int, str]
+    reasons: dict[int, Reason] = field(default_factory=dict)
     """Why it is not good, of the rows asked about."""
+    together: set[int] = field(default_factory=set)
+    """Those of them that failed with others, of which any may be to blame."""
     error: Exception | None = None
     """The last one that the reward raised."""
+
+    def fail(self, rows: Sequence[int], reason: Reason, error: Exception | None, *, are_together: bool) -> None:
+        """Note that nothing good came for some rows."""
+        self.rewards[rows] = math.nan
+        self.reasons.update(dict.fromkeys(rows, reason))
+        self.together.update(rows if are_together else ())
+        self.error = self.error if error is None else error
+
+    def replace(self, rows: Sequence[int], newer: _Answer) -> None:
+        """Take what asking again about some rows gave."""
+        self.rewards[rows] = newer.rewards[rows]
+        asked = set(rows)
+        self.reasons = {row: reason for row, reason in self.reasons.items() if row not in asked} | newer.reasons
+        self.together = (self.together - asked) | newer.together
+        self.error = newer.error
 
 
 def _ask_once(
     reward: Reward, media: Tensor, prompts: PromptBatch, rows: Sequence[int], traits: RewardTraits
 ) -> _Answer:
-    answer = _Answer(torch.full((len(prompts),), math.nan), {})
-    with _on_device(reward, media.device, traits):
-        for chunk in _chunks(rows, prompts, traits):
-            is_all = chunk == list(range(len(prompts)))
-            try:
-                given: Any = reward(media if is_all else media[chunk], prompts if is_all else prompts.select(chunk))
-            except Exception as error:
-                answer.error = error
-                answer.reasons.update(dict.fromkeys(chunk, _raised(error)))
-                continue
-            values = _one_each(given, len(chunk))
-            if isinstance(values, str):
-                answer.reasons.update(dict.fromkeys(chunk, values))
-                continue
-            for row, value in zip(chunk, values, strict=True):
-                number = _finite(value)
-                if number is not None:
-                    answer.rewards[row] = number
-                elif isinstance(value, Exception):  # of a reward that asks about each sample by itself
-                    answer.error, answer.reasons[row] = value, _raised(value)
-                else:
-                    answer.reasons[row] = f"returned {value!r}"
+    answer = _Answer(torch.full((len(prompts),), math.nan))
+    try:
+        with _on_device(reward, media.device, traits):
+            for chunk in _chunks(rows, prompts, traits):
+                _ask_about(chunk, reward, media, prompts, traits, answer)
+    except _NotMovedError as error:
+        answer.fail(rows, Reason("failed", str(error)), error, are_together=_are_several(rows, prompts, traits))
     return answer
 
 
-def _raised(error: Exception) -> str:
-    return f"{'failed:' if isinstance(error, RewardError) else 'raised'} {describe_error(error)}"
+def _ask_about(
+    rows: Sequence[int], reward: Reward, media: Tensor, prompts: PromptBatch, traits: RewardTraits, answer: _Answer
+) -> None:
+    """Ask about some rows in one call, and note in `answer` what it gives."""
+    are_together = _are_several(rows, prompts, traits)
+    is_all = rows == list(range(len(prompts)))
+    try:
+        # A copy, as an index makes one: what a reward does to its media is seen by no other, nor by the next try.
+        own_media = media.clone() if is_all else media[rows]
+        given: Any = reward(own_media, prompts if is_all else prompts.select(rows))
+    except Exception as error:
+        answer.fail(rows, _raised(error), error, are_together=are_together)
+        return
+    try:
+        values = _one_each(given, len(rows))
+    except Exception as error:  # of a tensor without data, or an object's own `tolist`
+        reason = Reason(f"returned {type(given).__name__} that cannot be read", describe_error(error))
+        answer.fail(rows, reason, error, are_together=are_together)
+        return
+    if isinstance(values, str):
+        answer.fail(rows, Reason(values), None, are_together=are_together)
+        return
+    for row, value in zip(rows, values, strict=True):
+        number = _finite(value)
+        if number is not None:
+            answer.rewards[row] = number
+        elif isinstance(value, Exception):  # of a reward that asks about each sample by itself
+            answer.fail([row], _raised(value), value, are_together=False)
+        else:
+            answer.fail([row], Reason(f"returned {shown(value)}"), None, are_together=False)
+
+
+def _are_several(rows: Sequence[int], prompts: PromptBatch, traits: RewardTraits) -> bool:
+    """Whether rows are more than what a reward may be asked about at least: a sample, or a group."""
+    return len({prompts.group_ids[row] for row in rows} if traits.groupwise else rows) > 1
+
+
+def _raised(error: Exception) -> Reason:
+    return Reason("failed", describe_error(error))
 
 
 def _one_each(given: Any, num_samples: int) -> list[Any] | str:
@@ -212,11 +285,14 @@ def _one_each(given: Any, num_samples: int) -> list[Any] | str:
 
 
 def _finite(value: Any) -> float | None:
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        value = value.item()
-    if not isinstance(value, numbers.Real):
+    try:
+        if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+            value = value.item()
+        if not isinstance(value, numbers.Real):
+            return None
+        number = float(value)
+    except Exception:  # integers and fractions that are too large, tensors without data, objects of any kind
         return None
-    number = float(value)
     return number if abs(number) <= _LARGEST else None  # also false for nan
 
 
@@ -240,19 +316,34 @@ def _chunks(rows: Sequence[int], prompts: PromptBatch, traits: RewardTraits) -> 
     yield chunk
 
 
-def _whole_groups(rows: Iterator[int] | dict[int, str], prompts: PromptBatch) -> list[int]:
+def _whole_groups(rows: Iterable[int], prompts: PromptBatch) -> list[int]:
     groups = {prompts.group_ids[row] for row in rows}
     return [row for row, group in enumerate(prompts.group_ids) if group in groups]
 
 
+class _NotMovedError(Exception):
+    """A reward could not be put where it computes or waits."""
+
+
 @contextmanager
-def _on_device(reward: Any, device: torch.device, traits: RewardTraits) -> Iterator[None]:
+def _on_device(reward: Reward, device: torch.device, traits: RewardTraits) -> Iterator[None]:
     """Have an offloaded reward on the samples' device while it is asked."""
     if not traits.offload:
         yield
         return
-    reward.to(device)
+    host = torch.device("cpu")
     try:
+        _move(reward, device)
         yield
-    finally:
-        reward.to(torch.device("cpu"))
+    except BaseException:
+        with suppress(_NotMovedError):  # the first error says why
+            _move(reward, host)
+        raise
+    _move(reward, host)
+
+
+def _move(reward: Reward, device: torch.device) -> None:
+    try:
+        reward_attribute(reward, "to")(device)
+    except Exception as error:
+        raise _NotMovedError(f"cannot be moved to {device}: {describe_error(error)}") from error

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from digenrl.rewards.reward import JoinedReward, Reward, reward_name
+from digenrl.rewards.reward import JoinedReward, Reward, RewardTraits, reward_name
 from digenrl.rewards.scoring import compute_rewards
 from digenrl.types import PromptBatch
 
@@ -43,7 +43,7 @@ class SeveralRewards(JoinedReward):
                 weighted sum of their rewards as they are: then scales count, and no algorithm keeps them apart.
 
         Raises:
-            ValueError: too few rewards, two of one name, or weights that do not fit.
+            ValueError: too few rewards, one that cannot be joined, two of one name, or weights that do not fit.
         """
         weights = [1.0] * len(rewards) if weights is None else list(weights)
         self.rewards = tuple(rewards)
@@ -55,9 +55,15 @@ class SeveralRewards(JoinedReward):
         for reward in self.rewards:
             if not callable(reward):
                 raise ValueError(f"`rewards` must be callable as reward(media, prompts), got {reward!r}.")
+            if isinstance(reward, JoinedReward):
+                raise ValueError(
+                    f"`rewards` must be single ones, got {reward_name(reward)} of {', '.join(reward.names)}: put all "
+                    "into one list, with their weights."
+                )
+            RewardTraits.of(reward)
         twice = sorted({name for name in self.names if self.names.count(name) > 1})
         if twice:
-            raise ValueError(f"`rewards` must have names of their own, got `{twice[0]}` twice.")
+            raise ValueError(f"`rewards` must have names of their own, got `{twice[0]}` twice: give one a `name`.")
         if len(self.weights) != len(self.rewards):
             raise ValueError(f"`weights` must be one per reward, {len(self.rewards)}, got {len(self.weights)}.")
         if any(not 0 <= weight < math.inf for weight in self.weights) or not any(self.weights):

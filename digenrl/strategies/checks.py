@@ -121,7 +121,7 @@ def check_algorithm(
             f"`advantage_scope` batch needs `groups_per_micro_batch: all` with {type(module).__name__}: it defines "
             "`advantages`, which training on centered rewards, before the step's std is known, would leave out."
         )
-    if isinstance(module.reward, JoinedReward):
+    if isinstance(module.reward, JoinedReward) and not module.reward.sums_raw_rewards:
         raise ValueError(
             "`advantage_scope` batch needs `groups_per_micro_batch: all` with several rewards: each has a std of its "
             "own, so training cannot begin before they are known."

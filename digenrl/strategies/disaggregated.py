@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from digenrl.data import PromptData
 from digenrl.engines import Engine, InlineEngine, LocalEngine
 from digenrl.module import VALIDATION_MEAN, DiffusionRLModule, as_prompts
-from digenrl.rewards import RewardTraits
+from digenrl.rewards import RewardTraits, check_picklable
 from digenrl.scheduling import Scheduler, SchedulingPolicy, cut_step
 from digenrl.scheduling.profile import Profile
 from digenrl.strategies import skeleton
@@ -283,7 +283,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         module = self.module
         if self._module_blob is None:
             del module.configure_model  # the workers' copy keeps its own
-            self._module_blob = cloudpickle.dumps(module)
+            self._module_blob = self._pickled(module)
             module.configure_model = self._configure_model  # type: ignore[method-assign]
         if self._built_module is None or (self.pool.trainers and self._driver is None):
             outlines = self.pool.build(self._module_blob)
@@ -293,6 +293,15 @@ class DisaggregatedStrategy(SingleProcessStrategy):
                 self._built_module = module
             if not any(parameter.requires_grad for parameter in module.parameters()):
                 raise ValueError("the policy has no parameter that requires a gradient: there is nothing to train.")
+
+    @staticmethod
+    def _pickled(module: DiffusionRLModule) -> bytes:
+        try:
+            blob: bytes = cloudpickle.dumps(module)
+        except Exception:
+            check_picklable(module.reward)  # most often it is the reward, and this says so
+            raise
+        return blob
 
     # ---- steps ---------------------------------------------------------------------------------------------
 

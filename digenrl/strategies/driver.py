@@ -267,9 +267,11 @@ class StepDriver:
         book.note_rewards(part, torch.tensor(rewards))
         micro_batch = book.plan.micro_batches[part.micro_batch]
         if book.is_scored(micro_batch):
-            settings = self._module.advantage_settings
-            compare = settings.centered if book.waits_for_std else self._module.advantages
+            compare = self._centered if book.waits_for_std else self._module.advantages
             book.compare(micro_batch, compare, self._module.kept_rows)
+
+    def _centered(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
+        return self._module.advantage_settings.centered(self._module.compared_rewards(rewards), group_ids)
 
     def _apply_batch_std(self, book: _StepBook, poll: Callable[[], None]) -> None:
         """Turn a gradient of centered rewards into that of advantages, which the whole step's std divides.
@@ -282,7 +284,8 @@ class StepDriver:
         book.advantages = advantages.to(torch.float32)
         if not is_kept.any():
             return
-        scale = self._module.advantage_settings.gradient_scale(book.rewards[is_kept], group_ids[is_kept])
+        compared = self._module.compared_rewards(book.rewards[is_kept])
+        scale = self._module.advantage_settings.gradient_scale(compared, group_ids[is_kept])
         if scale is not None:
             book.gradient_scale = scale
             return

@@ -100,7 +100,7 @@ def test_bug_in_a_reward_is_one_line_and_keeps_its_traceback(digenrl: Digenrl, f
     words = ["--model.reward", f"{PARTS}.broken", "--model.on_reward_error", "raise"]
     result = digenrl("fit", "--config", "toy.yaml", *words)
     assert result.code == 1
-    assert "reward `broken` raised ValueError: the reward has a bug" in result.err[-1]
+    assert "the first for prompt 'low': ValueError: the reward has a bug." in result.err[-1]
     assert "raise ValueError" in (folder / "runs/version_0/error.txt").read_text()
 
 
@@ -112,6 +112,16 @@ def test_interrupted_run_saves_its_emergency_checkpoint_and_gives_the_signal(
     emergency = ["--trainer.callbacks+", "OnExceptionCheckpoint", "--trainer.callbacks.dirpath", "emergency"]
     assert digenrl("fit", "--config", "toy.yaml", *words, *emergency).code == code
     assert (folder / "emergency/on_exception.ckpt").is_file()
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_interrupted_run_gives_the_signal_also_if_a_callback_gets_no_state(
+    digenrl: Digenrl, name: str, code: int
+) -> None:
+    words = ["--trainer.callbacks+", f"{PARTS}.SignalAt", "--trainer.callbacks.name", name]
+    result = digenrl("fit", "--config", "toy.yaml", *words, "--trainer.callbacks+", f"{PARTS}.StateOfABusyTrainer")
+    assert result.code == code
+    assert result.err[-1].startswith("error: worker trainer-0 is still at task `update`.")
 
 
 def test_second_interrupt_ends_at_once(digenrl: Digenrl, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -11,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from digenrl import Prompt, PromptBatch
-from digenrl.rewards import RewardError, compute_rewards, reward_name
+from digenrl.rewards import RewardError, SeveralRewards, compute_rewards, reward_name
+from digenrl.rewards.reward import check_picklable
 from tests.toy import level_reward
 
 TEXTS = [f"prompt {row}" for row in range(16)]
@@ -103,7 +106,7 @@ def test_an_error_of_the_reward_itself_is_the_cause_of_one_that_names_reward_and
         raise ConnectionRefusedError("port 8000")
 
     with pytest.raises(
-        RewardError, match="`server_reward` raised ConnectionRefusedError: port 8000.*'prompt 0'"
+        RewardError, match="`server_reward` failed for 16 of 16.*'prompt 0': ConnectionRefusedError: port 8000"
     ) as info:
         compute_rewards(server_reward, media(), prompts)
     assert isinstance(info.value.__cause__, ConnectionRefusedError)
@@ -121,4 +124,82 @@ def test_a_reward_is_named_after_its_function_or_class() -> None:
     assert reward_name(level_reward) == "level_reward"
     assert reward_name(BrightnessReward()) == "BrightnessReward"
     assert reward_name(BrightnessReward().forward) == "forward"
-    assert reward_name(partial(level_reward)) == "partial"
+    assert reward_name(partial(partial(level_reward), prompts=None)) == "level_reward"
+    assert reward_name(partial(BrightnessReward())) == "BrightnessReward"
+
+
+class Unreadable:
+    """Says nothing of itself and gives no values."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no repr")
+
+    def __float__(self) -> float:
+        raise ValueError("no number")
+
+    def tolist(self) -> list[float]:
+        raise ValueError("no list")
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (10**400, r"returned 10{76}\.\.\. for 1 of 16"),
+        (10**5000, "returned int that cannot be shown|returned 1000"),  # older Pythons write out any integer
+        (Fraction(10**400, 3), "returned Fraction"),
+        (Unreadable(), "returned Unreadable that cannot be shown"),
+        (torch.empty((), device="meta"), "returned tensor"),
+        (["a", "b" * 1000], r"returned \['a', 'b+\.\.\. for"),
+    ],
+    ids=["integer", "longer integer", "fraction", "object", "meta", "list"],
+)
+def test_an_entry_that_is_no_number_at_all_is_an_error_that_names_the_reward(
+    prompts: PromptBatch, bad: Any, message: str
+) -> None:
+    with pytest.raises(RewardError, match=f"`picky_reward` ({message}).*'prompt 7'") as info:
+        compute_rewards(reward_that_returns([1.0] * 7 + [bad] + [1.0] * 8), media(), prompts)
+    assert len(str(info.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (Unreadable(), "returned Unreadable that cannot be read for 16 of 16 .*: ValueError: no list"),
+        (torch.empty(16, device="meta"), "returned Tensor that cannot be read for 16 of 16 .*: NotImplementedError: "),
+        (torch.zeros(16).to_sparse(), "returned Tensor that cannot be read for 16 of 16 .*: "),
+    ],
+)
+def test_what_cannot_be_read_is_an_error_that_names_the_reward(prompts: PromptBatch, bad: Any, message: str) -> None:
+    with pytest.raises(RewardError, match=f"`picky_reward` {message}"):
+        compute_rewards(reward_that_returns(bad), media(), prompts)
+
+
+def test_an_error_that_cannot_say_what_it_is_is_named_by_its_class(prompts: PromptBatch) -> None:
+    class SilentError(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no text")
+
+    def raising(media: Tensor, prompts: PromptBatch) -> Tensor:
+        raise SilentError
+
+    with pytest.raises(RewardError, match="`raising` failed for 16 of 16 samples.*: SilentError."):
+        compute_rewards(raising, media(), prompts)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_what_cannot_be_sent_to_workers_is_named_with_the_remedy(joined: bool) -> None:
+    class Locked:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+        def __call__(self, media: Tensor, prompts: PromptBatch) -> Tensor:
+            return media.flatten(1).mean(1)
+
+    message = (
+        "^reward `Locked` must be picklable, as workers get a copy of it, but has what is not "
+        r"\(TypeError: cannot pickle '_thread.lock' object\): make that in a method `setup\(device\)`, which "
+        "workers call.$"
+    )
+    check_picklable(SeveralRewards([level_reward, BrightnessReward()]))
+    with pytest.raises(ValueError, match=message):
+        check_picklable(SeveralRewards([level_reward, Locked()]) if joined else Locked())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from digenrl.rewards import ErrorPolicy, RewardError, SeveralRewards, score_samples
+from digenrl.rewards import ErrorPolicy, RewardError, SeveralRewards, compute_rewards, score_samples
 from digenrl.types import Prompt, PromptBatch
 
 RETRY = ErrorPolicy(on_error="retry", num_retries=2, wait_s=0.0)
@@ -72,8 +72,8 @@ def test_dropping_marks_the_sample_and_names_reward_prompt_and_reason() -> None:
     scored = score_samples(Asked({5: math.inf, 6: ValueError("no text")}), MEDIA, PROMPTS, DROP)
     assert scored.rewards.isnan().nonzero().flatten().tolist() == [5, 6]
     assert [str(failure) for failure in scored.failures] == [
-        "reward `asked` returned inf, for prompt 'prompt 1'",
-        "reward `asked` raised ValueError: no text, for prompt 'prompt 1'",
+        "reward `asked` for prompt 'prompt 1' returned inf",
+        "reward `asked` for prompt 'prompt 1' failed: ValueError: no text",
     ]
 
 
@@ -81,6 +81,72 @@ def test_dropping_marks_the_sample_and_names_reward_prompt_and_reason() -> None:
 def test_what_raises_for_a_batch_is_found_by_asking_about_each_by_itself(groupwise: bool) -> None:
     scored = score_samples(Asked({5: KeyError("face")}, groupwise=groupwise), MEDIA, PROMPTS, DROP)
     assert scored.rewards.isnan().nonzero().flatten().tolist() == ([4, 5, 6, 7] if groupwise else [5])
+
+
+@pytest.mark.parametrize("batch_size", [None, 1, 3])
+@pytest.mark.parametrize("num_retries", [0, 1])
+def test_what_is_dropped_does_not_depend_on_how_samples_were_batched(batch_size: int | None, num_retries: int) -> None:
+    reward = Asked({5: KeyError("face"), 6: None}, batch_size=batch_size)
+    scored = score_samples(reward, MEDIA, PROMPTS, replace(DROP, num_retries=num_retries))
+    assert scored.rewards.isnan().nonzero().flatten().tolist() == [5, 6]
+    assert [failure.reason for failure in scored.failures] == ["failed: KeyError: 'face'", "returned None"]
+
+
+def test_without_retries_only_samples_that_failed_together_are_asked_about_one_by_one() -> None:
+    reward = Asked({1: KeyError("face"), 6: None, 9: KeyError("face")}, batch_size=4)
+    score_samples(reward, MEDIA, PROMPTS, replace(DROP, num_retries=0))
+    assert reward.calls[4:] == [[0], [1], [2], [3], [8], [9], [10], [11]]
+    alone = Asked({1: KeyError("face")}, batch_size=1)
+    score_samples(alone, MEDIA, PROMPTS, replace(DROP, num_retries=0))
+    assert alone.calls == [[row] for row in range(16)]
+
+
+def test_without_retries_a_reward_of_groups_is_asked_about_each_group() -> None:
+    reward = Asked({5: KeyError("face")}, groupwise=True)
+    scored = score_samples(reward, MEDIA, PROMPTS, replace(DROP, num_retries=0))
+    assert reward.calls[1:] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert scored.rewards.isnan().nonzero().flatten().tolist() == [4, 5, 6, 7]
+
+
+def test_waits_double_up_to_a_bound_and_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("digenrl.rewards.scoring.time.sleep", waits.append)
+    with pytest.raises(RewardError, match="asked 1001 times"):
+        score_samples(Asked({5: None}), MEDIA, PROMPTS, ErrorPolicy(on_error="retry", num_retries=1000))
+    assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, *[30.0] * 994]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_retries": 10**6}, "`reward_retries` must be at most 1000, which take 8 hours of waits, got 1000000"),
+        ({"num_retries": True}, "`reward_retries` is a count and must be at least 0, got True"),
+        ({"wait_s": -1.0}, r"`wait_s` is in seconds and must be in \[0, inf\), got -1.0"),
+        ({"wait_s": math.nan}, "`wait_s` .* got nan"),
+    ],
+)
+def test_settings_out_of_bounds_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ErrorPolicy(**settings)
+
+
+class Spoiler(Asked):
+    """Blackens what it was given, and scores what was there before."""
+
+    def __call__(self, media: Tensor, prompts: PromptBatch) -> Any:
+        values = super().__call__(media, prompts)
+        media.zero_()
+        return values
+
+
+@pytest.mark.parametrize("batch_size", [None, 4])
+def test_a_reward_that_changes_its_media_spoils_nothing(batch_size: int | None) -> None:
+    kept = MEDIA.clone()
+    joined = SeveralRewards([Spoiler(name="spoiler", batch_size=batch_size), Asked()])
+    assert torch.equal(compute_rewards(joined, kept, PROMPTS), MEDIA.flatten(1).expand(16, 2))
+    assert torch.equal(kept, MEDIA)
+    retried = Spoiler(dict.fromkeys(range(16)), good_after=1)  # all again, and so the same media
+    assert torch.equal(score_samples(retried, kept, PROMPTS, RETRY).rewards, MEDIA.flatten())
 
 
 def test_each_of_several_rewards_fails_by_itself() -> None:
@@ -140,3 +206,50 @@ def lambda_of(reward: Offloaded) -> Any:
 
     reward.__class__ = type("Broken", (Offloaded,), {"__call__": lambda self, media, prompts: call(media, prompts)})
     return reward
+
+
+class Stuck(Asked):
+    """Cannot be moved to some devices."""
+
+    name = "stuck"
+    offload = True
+
+    def __init__(self, stuck_at: tuple[str, ...], times: int = 10**9) -> None:
+        super().__init__()
+        self.stuck_at, self.times, self.moves = stuck_at, times, list[str]()
+
+    def to(self, device: torch.device) -> None:
+        self.moves.append(str(device))
+        if str(device) in self.stuck_at and len(self.moves) <= self.times:
+            raise MemoryError("full")
+
+
+@pytest.mark.parametrize("stuck_at", [("cpu",), ("meta",), ("meta", "cpu")])
+def test_an_offloaded_reward_that_cannot_be_moved_has_failed(stuck_at: tuple[str, ...]) -> None:
+    class StuckMeta(Stuck):
+        def __call__(self, media: Tensor, prompts: PromptBatch) -> Any:
+            return [1.0] * len(prompts)
+
+    reward = StuckMeta(stuck_at)
+    message = f"reward `stuck` failed for 16 of 16 .*: cannot be moved to {stuck_at[0]}: MemoryError: full"
+    with pytest.raises(RewardError, match=message):
+        score_samples(reward, MEDIA.to("meta"), PROMPTS, ErrorPolicy(on_error="raise"))
+    assert reward.moves == ["meta", "cpu"]
+    dropped = score_samples(StuckMeta(stuck_at), MEDIA.to("meta"), PROMPTS, DROP)
+    assert len(dropped.failures) == 16
+    assert dropped.rewards.isnan().all()
+
+
+def test_a_reward_that_can_be_moved_again_is_asked_again() -> None:
+    scored = score_samples(Stuck(("cpu",), times=2), MEDIA, PROMPTS, RETRY)
+    assert torch.equal(scored.rewards, MEDIA.flatten())
+
+
+def test_an_interrupt_is_not_taken_for_a_failure() -> None:
+    class Interrupted(Stuck):
+        def __call__(self, media: Tensor, prompts: PromptBatch) -> Any:
+            self.stuck_at = ("cpu",)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score_samples(Interrupted(()), MEDIA, PROMPTS, DROP)

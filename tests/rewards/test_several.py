@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -91,6 +92,13 @@ def test_a_run_in_mode_sum_is_that_of_one_reward_that_adds_up(strategy: str) -> 
     assert relative_difference(joined, run(added)) <= 1e-6
 
 
+def test_the_stds_of_several_rewards_are_not_known_before_the_step_ends() -> None:
+    settings: dict[str, Any] = {"group_size": 4, "num_steps": 5, "advantage_scope": "batch"}
+    module = FlowGRPO(ToyPolicy(), SeveralRewards([level_reward, calm]), **settings)
+    with pytest.raises(ValueError, match="several rewards: each has a std of its own"):
+        fit(DisaggregatedStrategy(engine="inline", groups_per_micro_batch=1), module=module)
+
+
 def test_metrics_show_each_reward_as_it_is_weighted_and_compared() -> None:
     module = toy_module()
     module._reward = (SeveralRewards([level_reward, constant], weights=[3, 1]),)
@@ -105,11 +113,25 @@ def test_metrics_show_each_reward_as_it_is_weighted_and_compared() -> None:
     assert metrics["reward/level_reward/zero_std_group_frac"] == 0
 
 
+def named(name: str) -> Any:
+    reward = partial(constant)
+    reward.name = name  # type: ignore[attr-defined]
+    return reward
+
+
 @pytest.mark.parametrize(
     ("rewards", "weights", "message"),
     [
         ([level_reward], None, "at least two, got 1"),
-        ([level_reward, level_reward], None, "got `level_reward` twice"),
+        ([level_reward, level_reward], None, "got `level_reward` twice: give one a `name`"),
+        ([level_reward, partial(level_reward)], None, "got `level_reward` twice"),
+        ([level_reward, ToyPolicy], None, r"`reward` must not be a class, got ToyPolicy: give an instance"),
+        ([level_reward, named("a/b")], None, r"without / and commas.*got 'a/b': give the reward another `name`"),
+        (
+            [constant, SeveralRewards([level_reward, calm])],
+            None,
+            "single ones, got SeveralRewards of level_reward, calm: put all into one list",
+        ),
         ([level_reward, "calm"], None, "callable"),
         ([level_reward, calm], [1.0], "one per reward, 2, got 1"),
         ([level_reward, calm], [1.0, -1.0], "at least 0"),

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from torch import Tensor
 
 from digenrl import DisaggregatedStrategy, PromptBatch, PromptData
-from digenrl.rewards import RewardError, RewardTraits, SeveralRewards, check_prompts, reward_name, set_up_reward
+from digenrl.rewards import (
+    RewardError,
+    RewardTraits,
+    SeveralRewards,
+    check_prompts,
+    compute_rewards,
+    reward_name,
+    set_up_reward,
+)
 from digenrl.types import Prompt
 from tests.integration.toy_runs import fit, relative_difference, toy_data
 from tests.toy import level_reward, toy_module
@@ -88,6 +99,86 @@ def test_wrong_traits_are_refused_where_the_module_is_made(attribute: str, value
     setattr(reward, attribute, value)
     with pytest.raises(ValueError, match=message):
         with_reward(reward)
+
+
+@pytest.mark.parametrize(
+    "name", ["mean", "zero_std_group_frac", "dropped_groups", "a/b", "a,b", "a\nb", "a\tb", "\x1b[31m", " ", "\ud800"]
+)
+def test_a_name_that_metrics_cannot_have_is_refused_where_the_module_is_made(name: str) -> None:
+    reward = Styled()
+    reward.name = name  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"^a reward's name must be .*: give the reward another `name`\.$") as info:
+        with_reward(reward)
+    assert repr(name) in str(info.value)
+
+
+def test_a_function_of_such_a_name_is_refused_and_takes_another() -> None:
+    def mean(media: Tensor, prompts: PromptBatch) -> Tensor:
+        return media.flatten(1).mean(1)
+
+    with pytest.raises(ValueError, match="got 'mean'"):
+        RewardTraits.of(mean)
+    mean.name = "mean brightness"  # type: ignore[attr-defined]
+    assert RewardTraits.of(mean) == RewardTraits()
+
+
+@pytest.mark.parametrize("reward", [Styled, partial(Styled)])
+def test_a_class_is_refused_where_the_module_is_made(reward: Any) -> None:
+    with pytest.raises(ValueError, match=r"`reward` must not be a class, got Styled: give an instance, such as"):
+        with_reward(reward)
+
+
+class Scaled(Styled):
+    groupwise = offload = True
+    batch_size = 3
+    moves: tuple[str, ...] = ()
+
+    def to(self, device: torch.device) -> None:
+        self.moves += (str(device),)
+
+    def __call__(self, media: Tensor, prompts: PromptBatch, scale: float = 1.0) -> Tensor:
+        return torch.full((len(prompts),), scale)
+
+
+def test_a_partial_has_the_name_the_traits_and_the_methods_of_what_it_wraps(tmp_path: Path) -> None:
+    inner = Scaled(tmp_path / "log")
+    reward = partial(partial(inner), scale=2.0)
+    assert reward_name(reward) == "Scaled"
+    assert RewardTraits.of(reward) == RewardTraits.of(inner) == RewardTraits(("style",), True, 3, True)
+    set_up_reward(reward, torch.device("meta"))
+    assert (tmp_path / "log").read_text() == "setup cpu\n"
+    with pytest.raises(ValueError, match="must not be forbidden"):
+        check_prompts(reward, [Prompt("forbidden", 0, metadata={"style": "a"})])
+    prompts = PromptBatch.for_step([Prompt("low", 0)], step=0, group_size=4, seed=0)
+    assert compute_rewards(reward, torch.zeros(4, 1, 2, 2), prompts).tolist() == [2.0] * 4
+    assert inner.moves == ("cpu", "cpu")
+    reward.name = "scaled"  # type: ignore[attr-defined]
+    assert reward_name(reward) == "scaled"
+
+
+def test_a_set_up_that_fails_is_tried_again_without_the_rewards_before_it(tmp_path: Path) -> None:
+    class Late(Styled):
+        name = "late"
+        is_there = False
+
+        def setup(self, device: torch.device) -> None:
+            if not self.is_there:
+                raise ConnectionRefusedError("not yet")
+            super().setup(device)
+
+    log = tmp_path / "log"
+    late = Late(log)
+    joined = SeveralRewards([Styled(log), late, Ranked()])
+    for _ in range(2):
+        with pytest.raises(RewardError, match="reward `late` cannot be set up: ConnectionRefusedError: not yet"):
+            set_up_reward(joined, torch.device("cpu"))
+    assert log.read_text().splitlines() == ["setup cpu"]
+    late.is_there = True
+    copy = pickle.loads(cloudpickle.dumps(joined))
+    set_up_reward(joined, torch.device("cpu"))
+    assert log.read_text().splitlines() == ["setup cpu"] * 2
+    set_up_reward(copy, torch.device("cpu"))  # in another process
+    assert log.read_text().splitlines() == ["setup cpu"] * 4
 
 
 @pytest.mark.parametrize("strategy", ["auto", "disaggregated"])

@@ -93,15 +93,28 @@ class FrameReward(ABC):
         indices = self._frame_indices(media.shape[1])
         images = media[:, indices].flatten(0, 1)  # sample-major
         rows = [row for row in range(len(prompts)) for _ in indices]
-        rewards = torch.as_tensor(self._score(images, prompts.select(rows))).reshape(len(prompts), len(indices))
-        return _REDUCTIONS.get(self.frames, torch.mean)(rewards.float(), dim=1)
+        rewards = self._score(images, prompts.select(rows))
+        if isinstance(rewards, Tensor):
+            return self._reduce(rewards.reshape(len(prompts), len(indices)))
+        return [self._join(rewards[start : start + len(indices)]) for start in range(0, len(rewards), len(indices))]
+
+    def _reduce(self, rewards: Tensor) -> Tensor:
+        return _REDUCTIONS.get(self.frames, torch.mean)(rewards.float(), dim=-1)
+
+    def _join(self, rewards: list[Any]) -> Any:
+        """Reduce one video's rewards; if it failed for a frame, it failed for the video."""
+        failed = [reward for reward in rewards if isinstance(reward, Exception)]
+        return failed[0] if failed else self._reduce(torch.tensor(rewards))
 
     def _score(self, images: Tensor, prompts: PromptBatch) -> Any:
         size = self.batch_size or len(images)
         if len(images) <= size:
             return self.score_images(images, prompts)
         parts = [slice(start, start + size) for start in range(0, len(images), size)]
-        return torch.cat([torch.as_tensor(self.score_images(images[part], prompts.select(part))) for part in parts])
+        given = [self.score_images(images[part], prompts.select(part)) for part in parts]
+        if all(isinstance(rewards, Tensor) for rewards in given):
+            return torch.cat(given)
+        return [reward for rewards in given for reward in rewards]
 
     def _frame_indices(self, num_frames: int) -> list[int]:
         single = {"first": 0, "middle": num_frames // 2, "last": num_frames - 1}

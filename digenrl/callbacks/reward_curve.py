@@ -44,7 +44,7 @@ class RewardCurve(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Record the training reward."""
-        self.history.record_training(trainer)
+        self.history.record_training(trainer, batch)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the validation reward and draw."""

@@ -8,6 +8,18 @@ from lightning.pytorch import Trainer
 
 TRAINING_REWARD = "reward/mean"
 VALIDATION_REWARD = "val/reward/mean"
+_DROPPED_GROUPS = "reward/dropped_groups"
+
+
+def has_training_reward(trainer: Trainer, batch: Any) -> bool:
+    """Whether `reward/mean` is that of `batch`, at its end.
+
+    A batch of which all groups were dropped logs none, and Lightning keeps that of a batch before it.
+    """
+    metrics = trainer.callback_metrics
+    if _DROPPED_GROUPS in metrics and metrics[_DROPPED_GROUPS] >= len(batch):
+        return False
+    return TRAINING_REWARD in metrics
 
 
 class RewardHistory:
@@ -29,13 +41,13 @@ class RewardHistory:
         self.training = [point for point in self.training if point[0] < self._num_steps]
         self.validation = [point for point in self.validation if point[0] <= self._num_steps]
 
-    def record_training(self, trainer: Trainer) -> None:
-        """Note the reward of a batch; to be called once at the end of each."""
-        metrics = trainer.callback_metrics
-        if TRAINING_REWARD in metrics:
-            self._window.append(float(metrics[TRAINING_REWARD]))
-        if self._window and trainer.global_step > self._num_steps:
-            self.training.append((self._num_steps, sum(self._window) / len(self._window)))
+    def record_training(self, trainer: Trainer, batch: Any) -> None:
+        """Note the reward of a batch, if it has one; to be called once at the end of each."""
+        if has_training_reward(trainer, batch):
+            self._window.append(float(trainer.callback_metrics[TRAINING_REWARD]))
+        if trainer.global_step > self._num_steps:
+            if self._window:
+                self.training.append((self._num_steps, sum(self._window) / len(self._window)))
             self._num_steps, self._window = trainer.global_step, []
 
     def record_validation(self, trainer: Trainer) -> None:

@@ -17,7 +17,8 @@ class RunCheckpoint(ModelCheckpoint):
     """Keeps the newest state of a run in `checkpoints/step=N.ckpt` of its run folder.
 
     Saved every `every_n_steps` optimizer steps, at the end, and when the run is interrupted or fails, so that
-    `ckpt_path="last"` loses at most the step that was under way.
+    `ckpt_path="last"` loses at most the step that was under way; more only where a trainer has died, or is at a task
+    that does not end within seconds.
 
     Args:
         every_n_steps: steps between checkpoints.
@@ -41,7 +42,8 @@ class RunCheckpoint(ModelCheckpoint):
         try:
             self._save_now(trainer)
         except WorkerError as error:
-            log.warning("no checkpoint of the interrupted run: %s", error)
+            last = f" The last one is {self.best_model_path}." if Path(self.best_model_path).is_file() else ""
+            log.warning("no checkpoint of the interrupted run: %s%s", error, last)
 
     def _save_now(self, trainer: Trainer) -> None:
         if self.dirpath is None or not trainer.training or trainer.fast_dev_run:  # type: ignore[attr-defined]

@@ -73,7 +73,7 @@ class RunSummary(Callback):
     ) -> None:
         """Add a batch to the sums."""
         assert self._figures is not None, "`on_train_start` makes them"
-        self.history.record_training(trainer)
+        self.history.record_training(trainer, batch)
         figures = self._figures
         figures.training_s += time.monotonic() - self._batch_start_s
         if isinstance(pl_module, DiffusionRLModule):

@@ -10,7 +10,9 @@ from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-_SHOWN = ("reward/mean", "val/reward/mean", "time/step_s")
+from digenrl.callbacks.reward_history import TRAINING_REWARD, VALIDATION_REWARD, has_training_reward
+
+_SHOWN = (TRAINING_REWARD, VALIDATION_REWARD, "time/step_s")
 
 
 class StepProgress(ProgressBar):
@@ -27,6 +29,7 @@ class StepProgress(ProgressBar):
         self._line_every_s = line_every_s
         self._last_line_s = float("-inf")
         self._is_enabled = True
+        self._has_reward = False  # the newest batch
         self._progress: Progress | None = None
         self._task = TaskID(0)
 
@@ -53,8 +56,11 @@ class StepProgress(ProgressBar):
             self._task = self._progress.add_task("", total=total, completed=trainer.global_step, metrics="")
             self._progress.start()
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Count the step."""
+        self._has_reward = has_training_reward(trainer, batch)
         self._show(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -74,8 +80,9 @@ class StepProgress(ProgressBar):
         self._console.print(*args, **kwargs)
 
     def _show(self, trainer: Trainer) -> None:
+        names = [name for name in _SHOWN if self._has_reward or name != TRAINING_REWARD]
         metrics = "  ".join(
-            f"{name} {trainer.callback_metrics[name]:.3f}" for name in _SHOWN if name in trainer.callback_metrics
+            f"{name} {trainer.callback_metrics[name]:.3f}" for name in names if name in trainer.callback_metrics
         )
         if self._progress is not None:
             self._progress.update(self._task, completed=trainer.global_step, metrics=metrics)

@@ -139,6 +139,10 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def unfinished(self, worker: str) -> list[Task]:
+        """Give the tasks that a worker has not done; the first is the one it is at."""
+
+    @abstractmethod
     def kill(self, worker: str) -> None:
         """End a worker at once; its tasks fail with `WorkerDied`."""
 
@@ -158,6 +162,19 @@ class Engine(ABC):
     def call(self, worker: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Submit a call and wait for its result."""
         return self.gather([self.submit(worker, method, *args, **kwargs)])[0]
+
+    def drain(self, worker: str, timeout_s: float) -> None:
+        """Wait until a worker, if it still runs, has nothing to do.
+
+        Raises:
+            WorkerTimeout: it does not within `timeout_s` seconds; the message names the task it is at.
+        """
+        end_s = time.monotonic() + timeout_s
+        while tasks := self.unfinished(worker):
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                raise WorkerTimeout(f"worker {worker} is still at task `{tasks[0].name}`.")
+            self.wait(tasks[-1:], left_s)
 
     def _check_deadlines(self, tasks: Sequence[Task]) -> None:
         now_s = time.monotonic()

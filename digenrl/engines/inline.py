@@ -65,6 +65,10 @@ class InlineEngine(Engine):
         """Give the tasks back: all are done."""
         return list(tasks)
 
+    def unfinished(self, worker: str) -> list[Task]:
+        """Give none: an inline task is done when it is submitted."""
+        return []
+
     def _dump_stacks(self, worker: str) -> None:
         """Do nothing: an inline task is done when it is submitted."""
 

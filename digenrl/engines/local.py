@@ -94,6 +94,11 @@ class LocalEngine(Engine):
             self._receive(min(left_s, _SLICE_S))
         return [task for task in tasks if task.is_done]
 
+    def unfinished(self, worker: str) -> list[Task]:
+        """Give what was sent to a worker and has brought no result."""
+        process = self._processes.get(worker)
+        return [] if process is None else list(process.tasks.values())
+
     def kill(self, worker: str) -> None:
         """Send SIGKILL and wait until the process is gone."""
         process = self._processes.get(worker)

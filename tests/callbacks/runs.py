@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.strategies import Strategy
+from torch import Tensor
 
-from digenrl import DisaggregatedStrategy, PromptData, Trainer
+from digenrl import DisaggregatedStrategy, PromptBatch, PromptData, Trainer
 from digenrl.algorithms import FlowGRPO
-from tests.toy import WORDS, toy_module
+from tests.toy import WORDS, ToyPolicy, level_reward, toy_module
 
 
 def inline() -> DisaggregatedStrategy:
@@ -45,6 +47,16 @@ def fit(folder: Path, *callbacks: pl.Callback, **settings: Any) -> tuple[pl.Trai
     trainer, module = toy_trainer(folder, *callbacks, **settings), toy_module()
     trainer.fit(module, toy_data())
     return trainer, module
+
+
+def fails_in_step_1(media: Tensor, prompts: PromptBatch) -> Tensor:
+    return torch.full((len(prompts),), float("nan")) if prompts.step == 1 else level_reward(media, prompts)
+
+
+def module_that_drops_step_1() -> FlowGRPO:
+    """All groups of the second step are left out."""
+    settings: dict[str, Any] = {"group_size": 4, "num_steps": 3, "seed": 0}
+    return FlowGRPO(ToyPolicy(), fails_in_step_1, on_reward_error="drop_group", reward_retries=0, **settings)
 
 
 class StopAt(pl.Callback):

@@ -11,7 +11,7 @@ from PIL import Image
 
 from digenrl.callbacks import RewardCurve
 from digenrl.callbacks.reward_curve import draw_rewards, moving_average
-from tests.callbacks.runs import StopAt, fit, inline, toy_data, toy_trainer
+from tests.callbacks.runs import StopAt, fit, inline, module_that_drops_step_1, toy_data, toy_trainer
 from tests.toy import toy_module
 
 
@@ -63,6 +63,15 @@ def test_the_batches_of_an_accumulation_window_are_one_step(tmp_path: Path, name
     fit(tmp_path, curve, batches, strategy=strategy, max_steps=2, accumulate_grad_batches=2)
     first, second, third, fourth = batches.rewards
     assert curve.history.training == [(0, (first + second) / 2), (1, (third + fourth) / 2)]
+
+
+@pytest.mark.parametrize("name", ["colocated", "inline"])
+def test_a_step_of_which_all_groups_were_dropped_is_no_point(tmp_path: Path, name: str) -> None:
+    curve, batches = RewardCurve(), BatchRewards()
+    trainer = toy_trainer(tmp_path, curve, batches, strategy=inline() if name == "inline" else "auto")
+    trainer.fit(module_that_drops_step_1(), toy_data())
+    assert trainer.global_step == 3
+    assert curve.history.training == [(0, batches.rewards[0]), (2, batches.rewards[2])]
 
 
 def test_a_resumed_run_continues_the_curve(tmp_path: Path) -> None:

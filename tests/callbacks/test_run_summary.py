@@ -12,7 +12,7 @@ from rich.console import Console
 from digenrl.callbacks import RewardCurve, RunSummary, SampleSheet, Timeline
 from digenrl.callbacks.reward_history import RewardHistory
 from digenrl.callbacks.run_summary import RunFigures, duration, summary_table
-from tests.callbacks.runs import StopAt, fit, inline
+from tests.callbacks.runs import StopAt, fit, inline, module_that_drops_step_1, toy_data, toy_trainer
 
 
 class Metrics(pl.Callback):
@@ -105,6 +105,16 @@ def test_a_colocated_run_has_no_utilization(tmp_path: Path, console: Console) ->
     assert "largest staleness" not in table
     assert table["steps"] == "3"
     assert table["run folder"] == str(tmp_path)
+
+
+def test_a_last_step_of_which_all_groups_were_dropped_has_no_reward(tmp_path: Path, console: Console) -> None:
+    summary = RunSummary(console)
+    trainer = toy_trainer(tmp_path, summary, strategy=inline(), max_steps=2)
+    trainer.fit(module_that_drops_step_1(), toy_data())
+    ((step, reward),) = summary.history.training
+    assert step == 0
+    assert rows(console)["training reward"] == f"{reward:#.4g} → {reward:#.4g}"
+    assert rows(console)["steps"] == "2"
 
 
 @pytest.mark.usefixtures("_sigint")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from digenrl import PromptBatch
 from digenrl.algorithms import FlowGRPO
+from digenrl.engines import WorkerTimeout
 
 
 class Bright:
@@ -79,3 +80,10 @@ class ImpatientUser(SignalAt):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         os.kill(os.getpid(), self.number)
+
+
+class StateOfABusyTrainer(Callback):
+    """Wants what it cannot have when the run ends."""
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        raise WorkerTimeout("worker trainer-0 is still at task `update`.")

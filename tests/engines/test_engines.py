@@ -368,6 +368,27 @@ def test_a_missed_deadline_names_the_worker_the_task_and_the_time(local: LocalEn
     local.kill("a")
 
 
+def test_a_worker_is_drained_once_it_has_done_everything(local: LocalEngine) -> None:
+    tasks = [local.submit("a", "note", number) for number in range(3)]
+    local.drain("a", 30.0)
+    assert [task.result() for task in tasks] == [[0], [0, 1], [0, 1, 2]]
+    assert local.unfinished("a") == []
+
+
+def test_a_worker_that_is_not_drained_in_time_is_told_with_the_task_it_is_at(local: LocalEngine) -> None:
+    local.submit("a", "sleep", 600.0)
+    local.submit("a", "note", 1)
+    with pytest.raises(WorkerTimeout, match="worker a is still at task `sleep`"):
+        local.drain("a", 0.0)
+
+
+def test_a_worker_that_has_died_has_nothing_to_do(local: LocalEngine) -> None:
+    local.submit("a", "commit_suicide")
+    local.drain("a", 30.0)
+    with pytest.raises(WorkerDied, match="worker a killed by SIGKILL"):
+        local.call("a", "note", 1)
+
+
 def test_workers_ignore_control_c(local: LocalEngine) -> None:
     os.kill(local.call("a", "pid"), signal.SIGINT)
     assert local.call("a", "add", 1, 1) == 2

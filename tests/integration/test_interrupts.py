@@ -22,12 +22,22 @@ import sys, time, torch
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from digenrl import DisaggregatedStrategy, PromptData, Trainer
 from digenrl.algorithms import FlowGRPO
+from digenrl.callbacks import RunCheckpoint
+from digenrl.engines import local
+from digenrl.strategies import disaggregated
 from tests.toy import WORDS, ToyPolicy, level_reward
 
 case, folder = sys.argv[1:]
 
 class Slow(FlowGRPO):
+    num_calls = 0
     def timestep_loss(self, batch):
+        self.num_calls += 1
+        if case == "busy":
+            if self.num_calls > 3 * 4:  # a step has four micro-batches
+                print("busy", flush=True)
+                time.sleep(600)
+            return super().timestep_loss(batch)
         if case == "error":
             raise ZeroDivisionError("a bug in timestep_loss")
         if case != "success":
@@ -38,10 +48,14 @@ class Say(Callback):
     def on_train_batch_end(self, trainer, *args):
         print("step", trainer.global_step, flush=True)
 
+checkpoints = [OnExceptionCheckpoint(folder, "interrupted")]
+if case == "busy":
+    local._STOP_S, disaggregated._FREE_WITHIN_S = 0.2, 0.5
+    checkpoints = [RunCheckpoint(every_n_steps=2)]
 module = Slow(ToyPolicy(), level_reward, group_size=4, num_steps=4)
 trainer = Trainer(
     strategy=DisaggregatedStrategy(2, 1), accelerator="cpu", max_steps=3 if case == "success" else 1000,
-    default_root_dir=folder, callbacks=[Say(), OnExceptionCheckpoint(folder, "interrupted")],
+    default_root_dir=folder, callbacks=[Say(), *checkpoints],
     enable_progress_bar=False, enable_model_summary=False,
 )
 trainer.fit(module, PromptData(WORDS, prompts_per_step=4))
@@ -65,10 +79,13 @@ class Run:
         )
         self.family: list[psutil.Process] = []
 
-    def wait_for(self, line: str) -> None:
+    def wait_for(self, *lines: str) -> None:
+        """Wait until all of them were printed, in any order."""
         assert self.process.stdout is not None
+        missing = set(lines)
         for printed in self.process.stdout:
-            if printed.strip() == line:
+            missing.discard(printed.strip())
+            if not missing:
                 break
         self.family = psutil.Process(self.process.pid).children(recursive=True)
         names = " ".join(" ".join(child.cmdline()) for child in self.family)
@@ -115,6 +132,20 @@ def test_an_interrupted_step_leaves_a_checkpoint_and_nothing_else(tmp_path: Path
     run.finish(30)
     checkpoint = torch.load(tmp_path / "interrupted.ckpt", weights_only=True)
     assert checkpoint["global_step"] == checkpoint["digenrl"]["step"] >= 1
+    assert run.leftovers() == []
+
+
+def test_a_busy_trainer_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    run = Run("busy", tmp_path)
+    run.wait_for("step 3", "busy")
+    os.kill(run.process.pid, signal.SIGTERM)
+    _, errors = run.finish(30)
+    kept = tmp_path / "version_0/checkpoints/step=2.ckpt"
+    assert (
+        "no checkpoint of the interrupted run: worker trainer-0 is still at task `update`. "
+        f"The last one is {kept}." in errors
+    )
+    assert list(tmp_path.rglob("*.ckpt")) == [kept]
     assert run.leftovers() == []
 
 

@@ -14,7 +14,7 @@ _DROPPED_GROUPS = "reward/dropped_groups"
 def has_training_reward(trainer: Trainer, batch: Any) -> bool:
     """Whether `reward/mean` is that of `batch`, at its end.
 
-    A batch of which all groups were dropped logs none, and Lightning keeps that of a batch before it.
+    A batch of which all groups were dropped has none.
     """
     metrics = trainer.callback_metrics
     if _DROPPED_GROUPS in metrics and metrics[_DROPPED_GROUPS] >= len(batch):

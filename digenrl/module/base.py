@@ -190,6 +190,7 @@ class DiffusionRLModule(Validation, ABC):
         self.next_step = 0
         """Index of the next batch; it seeds the noise, so a resumed run continues with the noise it would have used."""
         self._applied_step = 0
+        self._logged_names = {"reward/mean": None}
         self._is_built = False
         self._remote: RemoteModule | None = None
         self._add_usual_copies(updates_per_rollout=updates_per_rollout, ema_decay=ema_decay, ema_interval=ema_interval)
@@ -402,6 +403,8 @@ class DiffusionRLModule(Validation, ABC):
     ) -> None:
         """Log the metrics every algorithm has, and those of `track`; groups that were dropped are only counted.
 
+        A metric that had no row in this step, since all groups were dropped, is NaN: Lightning would log an old one.
+
         Args:
             prompts: of B samples.
             rewards: [B] or [B, R].
@@ -412,26 +415,23 @@ class DiffusionRLModule(Validation, ABC):
         group_ids = torch.tensor(prompts.group_ids)
         is_kept = self.kept_rows(rewards, group_ids)
         num_prompts = len(group_ids[is_kept].unique())
+        values: dict[str, Tensor | float] = {name: metric.value for name, metric in tracked.items()}
+        if num_prompts > 0:
+            values |= {
+                "reward/mean": self.total_rewards(rewards[is_kept]).mean(),
+                **self.reward_metrics(rewards[is_kept], group_ids[is_kept]),
+                "advantage/abs_mean": advantages[is_kept].abs().mean(),
+                "loss": loss,
+            }
         if self.reward_errors.on_error == "drop_group":
             num_groups = len(prompts) // self.group_size
             self.log("reward/dropped_groups", float(num_groups - num_prompts), batch_size=num_groups)
-        if num_prompts == 0:
-            return
-        rewards, advantages, group_ids = rewards[is_kept], advantages[is_kept], group_ids[is_kept]
+            self._logged_names |= dict.fromkeys(values)
+            values = {**dict.fromkeys(self._logged_names, math.nan), **values}
         # Ranks of a data-parallel strategy hold different prompts.
-        sync_dist = self.trainer.world_size > 1
-        mean = self.total_rewards(rewards).mean()
-        self.log("reward/mean", mean, prog_bar=True, batch_size=num_prompts, sync_dist=sync_dist)
-        self.log_dict(
-            {
-                **self.reward_metrics(rewards, group_ids),
-                "advantage/abs_mean": advantages.abs().mean(),
-                "loss": loss,
-                **{name: metric.value for name, metric in tracked.items()},
-            },
-            batch_size=num_prompts,
-            sync_dist=sync_dist,
-        )
+        options: dict[str, Any] = {"batch_size": max(num_prompts, 1), "sync_dist": self.trainer.world_size > 1}
+        self.log("reward/mean", values.pop("reward/mean"), prog_bar=True, **options)
+        self.log_dict(values, **options)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Leave prompts as they are: they are text, and Lightning would take a frozen dataclass for one to fill."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from digenrl.functional import rows_of_whole_groups, weighted_sum, zero_std_groups
@@ -76,12 +77,17 @@ class Scoring(RowHelpers):
         self.set_up_reward()
         # A reward computes as it would outside of this run, whatever precision the policy is trained in.
         with torch.autocast(media.device.type, enabled=False):
-            scored = score_samples(self.reward, media.float(), prompts, self.reward_errors)
+            scored = score_samples(self.reward, media.float(), prompts, self.reward_errors, poll=self._look_for_sigterm)
         for failure in scored.failures[:_MAX_MESSAGES]:
             log.warning("%s; left out with its group.", failure)
         if len(scored.failures) > _MAX_MESSAGES:
             log.warning("... and for %d more of %d samples.", len(scored.failures) - _MAX_MESSAGES, len(prompts))
         return scored.rewards
+
+    def _look_for_sigterm(self) -> None:
+        # Lightning looks for it between batches only; workers have no trainer, and their driver ends them.
+        if self._trainer is not None and self._trainer.received_sigterm:
+            raise SIGTERMException
 
     def kept_rows(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
         """Say which samples [B] of whole groups are trained: no reward of their group has failed.

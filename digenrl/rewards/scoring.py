@@ -6,7 +6,7 @@ import logging
 import math
 import numbers
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 _LARGEST = torch.finfo(torch.float32).max  # rewards are kept in float32
 _MAX_RETRIES = 1000
 _MAX_WAIT_S = 30.0
+
+_POLL_S = 0.2  # how long a signal may go unnoticed
 
 OnRewardError = Literal["raise", "retry", "drop_group"]
 
@@ -121,15 +123,29 @@ def compute_rewards(reward: Reward, media: Tensor, prompts: PromptBatch) -> Tens
     return score_samples(reward, media, prompts, ErrorPolicy()).rewards
 
 
-def score_samples(reward: Reward, media: Tensor, prompts: PromptBatch, policy: ErrorPolicy) -> RewardBatch:
+def score_samples(
+    reward: Reward,
+    media: Tensor,
+    prompts: PromptBatch,
+    policy: ErrorPolicy,
+    *,
+    poll: Callable[[], None] | None = None,
+) -> RewardBatch:
     """Ask `reward` about B samples and do what `policy` says about those it fails for.
+
+    Args:
+        reward: what to ask; of several, each is asked.
+        media: [B, (F), C, H, W] in [0, 1].
+        prompts: of B rows.
+        policy: what is done about failures.
+        poll: called at least every 0.2 s of a wait; may raise to end it.
 
     Raises:
         RewardError: a reward has failed and its groups are not to be dropped; the message names reward and prompt.
     """
     if not isinstance(reward, JoinedReward):
-        return _ask(reward, media, prompts, policy)
-    parts = [_ask(part, media, prompts, policy) for part in reward.rewards]
+        return _ask(reward, media, prompts, policy, poll)
+    parts = [_ask(part, media, prompts, policy, poll) for part in reward.rewards]
     return RewardBatch(
         torch.stack([part.rewards for part in parts], dim=1),
         tuple(failure for part in parts for failure in part.failures),
@@ -137,7 +153,9 @@ def score_samples(reward: Reward, media: Tensor, prompts: PromptBatch, policy: E
     )
 
 
-def _ask(reward: Reward, media: Tensor, prompts: PromptBatch, policy: ErrorPolicy) -> RewardBatch:
+def _ask(
+    reward: Reward, media: Tensor, prompts: PromptBatch, policy: ErrorPolicy, poll: Callable[[], None] | None
+) -> RewardBatch:
     name, traits = reward_name(reward), RewardTraits.of(reward)
     answer = _ask_once(reward, media, prompts, list(range(len(prompts))), traits)
     num_asked, num_retried = 1, 0
@@ -150,7 +168,7 @@ def _ask(reward: Reward, media: Tensor, prompts: PromptBatch, policy: ErrorPolic
             "reward `%s` %s; asking again about %d of %d samples%s in %g s.",
             *(name, answer.reasons[min(failed)], len(rows), len(prompts), ", one by one," * one_by_one, wait_s),
         )
-        time.sleep(wait_s)
+        _sleep(wait_s, poll)
         answer.replace(
             rows, _ask_once(reward, media, prompts, rows, replace(traits, batch_size=1) if one_by_one else traits)
         )
@@ -165,6 +183,14 @@ def _ask(reward: Reward, media: Tensor, prompts: PromptBatch, policy: ErrorPolic
     if num_asked > 1:
         where += f", asked {num_asked} times"
     raise RewardError(f"reward `{name}` {reason.at(where)}.") from answer.error
+
+
+def _sleep(wait_s: float, poll: Callable[[], None] | None) -> None:
+    end_s = time.monotonic() + wait_s
+    while (left_s := end_s - time.monotonic()) > 0:
+        if poll is not None:
+            poll()
+        time.sleep(min(left_s, _POLL_S))
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from digenrl import DisaggregatedStrategy, PromptBatch
 from digenrl.algorithms import DGPO, DiffusionNFT, FlowGRPO
-from digenrl.module import NonFiniteGradientError
-from digenrl.rewards import RewardError, SeveralRewards
+from digenrl.module import NonFiniteGradientError, as_prompts
+from digenrl.rewards import RewardError, SeveralRewards, score_samples
 from digenrl.types import TimestepBatch
 from tests.integration.toy_runs import fit, relative_difference, toy_data
 from tests.toy import ToyPolicy, level_reward, toy_module
@@ -239,3 +239,32 @@ def test_a_gradient_that_is_not_finite_ends_a_colocated_run_before_the_weights_c
 def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         toy_module(**settings)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "disaggregated"])
+def test_a_step_with_no_group_left_logs_no_value_of_the_step_before(strategy: str) -> None:
+    class Once:
+        """Fails for everything from the second step on."""
+
+        def __call__(self, media: Tensor, prompts: PromptBatch) -> Tensor:
+            return level_reward(media, prompts) if prompts.step == 0 else torch.full((len(prompts),), math.nan)
+
+    chosen: Any = DisaggregatedStrategy(engine="inline") if strategy != "auto" else strategy
+    metrics = fit(chosen, module=module_with(Once()), max_steps=2)[0].callback_metrics
+    assert metrics["reward/dropped_groups"] == 4
+    for name in ("reward/mean", "reward/Once", "reward/zero_std_group_frac", "advantage/abs_mean", "loss"):
+        assert math.isnan(metrics[name]), name
+    assert math.isnan(metrics["ratio/max_abs_dev"])
+
+
+def test_a_wait_looks_for_signals() -> None:
+    class EndedError(Exception):
+        pass
+
+    def poll() -> None:
+        raise EndedError
+
+    policy = replace(module_with(level_reward).reward_errors, on_error="retry", wait_s=3600.0)
+    prompts = PromptBatch.for_validation(as_prompts(["low"]), seed=0)
+    with pytest.raises(EndedError):
+        score_samples(lambda media, prompts: [None], torch.zeros(1, 1, 2, 4), prompts, policy, poll=poll)

@@ -110,7 +110,7 @@ def test_without_retries_a_reward_of_groups_is_asked_about_each_group() -> None:
 
 def test_waits_double_up_to_a_bound_and_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr("digenrl.rewards.scoring.time.sleep", waits.append)
+    monkeypatch.setattr("digenrl.rewards.scoring._sleep", lambda wait_s, poll: waits.append(wait_s))
     with pytest.raises(RewardError, match="asked 1001 times"):
         score_samples(Asked({5: None}), MEDIA, PROMPTS, ErrorPolicy(on_error="retry", num_retries=1000))
     assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, *[30.0] * 994]

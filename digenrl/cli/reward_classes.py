@@ -15,7 +15,7 @@ _PACKAGE = "digenrl"
 
 @dataclass(frozen=True)
 class RewardInfo:
-    """A line of `digenrl rewards list`."""
+    """An entry of `digenrl rewards list`."""
 
     name: str
     modalities: tuple[str, ...]
@@ -31,11 +31,13 @@ class RewardInfo:
     @classmethod
     def of(cls, name: str, reward: type) -> RewardInfo:
         """Read what a class says of itself."""
+        from digenrl.rewards import JoinedReward
+
         extra = getattr(reward, "extra", None)
         return cls(
             name=name,
             modalities=tuple(getattr(reward, "modalities", ("image", "video"))),
-            needs=getattr(reward, "needs", ""),
+            needs=getattr(reward, "needs", "what its rewards need" if issubclass(reward, JoinedReward) else ""),
             extra=extra,
             is_installed=None if extra is None else is_extra_installed(extra),
             summary=(inspect.getdoc(reward) or "").partition("\n")[0].removesuffix("."),
@@ -74,7 +76,7 @@ def _is_installed(required: Requirement) -> bool:
 
 
 def as_dict(info: RewardInfo) -> dict[str, Any]:
-    """Give a line as JSON has it."""
+    """Give an entry as JSON has it."""
     return {
         "name": info.name,
         "modalities": list(info.modalities),

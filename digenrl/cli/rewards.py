@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,15 +32,12 @@ from digenrl.rewards import (
     score_samples,
     set_up_reward,
 )
+from digenrl.rewards.reward import shortened
 from digenrl.types import Prompt, PromptBatch
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 _COMMANDS = {"list": "show what there is", "try": "score files"}
 _TRY_FLAGS = ("image", "video", "prompt", "metadata", "device", "format")
-_MIN_WIDTH = 120  # a table's, where nobody looks
-_MIN_TEXT_WIDTH = 30  # of columns of prose: names of weights are not broken
+_LEAST_TEXT_WIDTH = 30  # beside names; terminals break the lines where there is less
 
 HELP = """\
 usage: digenrl rewards list [--format table|json]
@@ -116,10 +115,8 @@ def _list(words: Sequence[str]) -> None:
     if form == "json":
         print(json.dumps([as_dict(info) for info in infos], indent=2))
         return
-    table = _table(["reward", "judges", "needs", "extra", "what it is"])
-    for info in infos:
-        table.add_row(info.name, ", ".join(info.modalities), info.needs or "nothing", _extra_of(info), info.summary)
-    _print(table)
+    indent = max(len(info.name) for info in infos) + 2
+    print("\n".join(line for info in infos for line in _entry(info, indent)))
 
 
 def _try(words: Sequence[str]) -> None:
@@ -136,10 +133,15 @@ def _try(words: Sequence[str]) -> None:
         print(json.dumps(_records(reward, samples, rewards), indent=2, ensure_ascii=False))
         return
     names = _names(reward)
-    table = _table(["file", *(["reward"] if len(names) == 1 else names)], num_texts=1)
-    for sample, values in zip(samples, rewards.tolist(), strict=True):
-        table.add_row(sample.path, *(f"{value:.6g}" for value in values))
-    _print(table)
+    _print_table(
+        [
+            ["file", *(["reward"] if len(names) == 1 else names)],
+            *(
+                [sample.path, *(f"{value:.6g}" for value in values)]
+                for sample, values in zip(samples, rewards.tolist(), strict=True)
+            ),
+        ]
+    )
 
 
 def score_files(reward: Reward, samples: Sequence[Sample], device: torch.device) -> Tensor:
@@ -164,8 +166,11 @@ def score_files(reward: Reward, samples: Sequence[Sample], device: torch.device)
         if batch.failures:
             first = batch.failures[0]
             others = {rows[failure.row] for failure in batch.failures}
-            more = f", and {len(others) - 1} more of {len(samples)} files" if len(others) > 1 else ""
-            raise RewardError(f"{first}, file `{samples[rows[first.row]].path}`{more}.")
+            more = f" and {len(others) - 1} more of {len(samples)}" if len(others) > 1 else ""
+            raise RewardError(
+                f"reward `{first.reward}` for file `{samples[rows[first.row]].path}`{more}, prompt "
+                f"{shortened(first.prompt)}, {first.reason}."
+            )
         rewards[rows] = batch.rewards.reshape(len(rows), -1)
     return rewards
 
@@ -256,35 +261,38 @@ def _records(reward: Reward, samples: Sequence[Sample], rewards: Tensor) -> list
     ]
 
 
+def _entry(info: RewardInfo, indent: int) -> list[str]:
+    """Describe a reward, its name to the left of lines that begin at `indent`."""
+    texts = (
+        info.summary,
+        f"needs: {info.needs or 'nothing'}",
+        f"judges: {', '.join(info.modalities)}; extra: {_extra_of(info)}",
+    )
+    first, *others = (line for text in texts for line in _wrapped(text, indent))
+    return [f"{info.name:<{indent}}{first}", *(" " * indent + line for line in others)]
+
+
 def _extra_of(info: RewardInfo) -> str:
     if info.extra is None:
         return "none"
     state = {True: "installed", False: "not installed", None: ""}[info.is_installed]
-    return f"{info.extra}: {state}" if state else info.extra
+    return f"{info.extra}, {state}" if state else info.extra
 
 
-def _table(columns: Sequence[str], *, num_texts: int | None = None) -> Table:
-    """Make a table whose first column is never broken, and whose columns after the texts are numbers."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, header_style="none", pad_edge=False)
-    for index, name in enumerate(columns):
-        is_number = num_texts is not None and index >= num_texts
-        width = _MIN_TEXT_WIDTH if name in ("needs", "what it is") else None
-        table.add_column(
-            name, justify="right" if is_number else "left", no_wrap=index == 0, overflow="fold", min_width=width
-        )
-    return table
+def _wrapped(text: str, indent: int) -> list[str]:
+    """Wrap a text to a terminal; in a pipe it stays on one line, which can be searched."""
+    if not sys.stdout.isatty():
+        return [text]
+    width = max(shutil.get_terminal_size().columns - indent, _LEAST_TEXT_WIDTH)
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
-def _print(table: Table) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False)
-    if console.width < _MIN_WIDTH and not console.is_terminal:
-        console = Console(width=_MIN_WIDTH, highlight=False, markup=False)
-    console.print(table)
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows of a text and numbers; what is wider than a terminal goes on in its next line, and nothing is cut."""
+    text_width, *number_widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    for text, *numbers in rows:
+        padded = (f"{number:>{width}}" for number, width in zip(numbers, number_widths, strict=True))
+        print("  ".join([f"{text:<{text_width}}", *padded]))
 
 
 def _wants_traceback() -> bool:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from digenrl.rewards.frames import FrameReward
+from digenrl.rewards.frames import FrameReward, Frames
 
 
 class CPUReward(FrameReward):
-    """Base of rewards of images that hold nothing on a device."""
+    """Base of rewards of images that hold nothing on a device, so that there is nothing to `offload`."""
 
-    def __init__(self, *, offload: bool = False, **settings: Any) -> None:
+    def __init__(
+        self, *, frames: Frames = "mean", num_frames: int | None = None, batch_size: int | None = None
+    ) -> None:
         """Say how videos and batches are taken apart.
 
         Args:
-            offload: must be left out: it is for rewards with networks on a device.
-            settings: the others of `FrameReward`.
+            frames: see `FrameReward`.
+            num_frames: see `FrameReward`.
+            batch_size: see `FrameReward`.
 
         Raises:
             ValueError: a setting outside its bounds.
         """
-        if offload:
-            raise ValueError(f"`offload` must be left out: {type(self).__name__} runs on the CPU anyway.")
-        super().__init__(**settings)
+        super().__init__(frames=frames, num_frames=num_frames, batch_size=batch_size)

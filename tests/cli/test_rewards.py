@@ -71,10 +71,37 @@ def test_every_reward_says_what_it_is() -> None:
         assert info.extra is None or info.is_installed is not None
 
 
-def test_table_has_a_line_for_each_reward(digenrl: Digenrl) -> None:
+def said_of(info: RewardInfo) -> tuple[str, str]:
+    return info.summary, f"needs: {info.needs or 'nothing'}"
+
+
+def test_in_a_pipe_each_text_of_the_list_is_one_line(digenrl: Digenrl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = [line.rstrip("\n") for line in digenrl("rewards", "list").out.splitlines()]
+    assert [line.split()[0] for line in lines if not line.startswith(" ")] == list(reward_classes())
+    for name, reward in reward_classes().items():
+        row = next(row for row, line in enumerate(lines) if line.split()[0] == name)
+        info = RewardInfo.of(name, reward)
+        assert (lines[row].removeprefix(name).strip(), lines[row + 1].strip()) == said_of(info)
+        assert lines[row + 2].strip().startswith(f"judges: {', '.join(info.modalities)}; extra: {info.extra or 'none'}")
+
+
+@pytest.mark.parametrize("width", [20, 80, 200])
+def test_in_a_terminal_the_list_is_wrapped_and_nothing_is_cut(
+    digenrl: Digenrl, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     out = digenrl("rewards", "list").out
-    assert all(name in out for name in reward_classes())
-    assert out.split()[:4] == ["reward", "judges", "needs", "extra"]
+    if width >= 80:
+        assert max(map(len, out.splitlines())) <= width
+    words = " ".join(out.split())
+    for name, reward in reward_classes().items():
+        assert " ".join([name, *said_of(RewardInfo.of(name, reward))]) in words
+
+
+def test_rewards_that_ask_others_say_that_they_need_what_those_need() -> None:
+    assert RewardInfo.of("SeveralRewards", digenrl.rewards.SeveralRewards).needs == "what its rewards need"
 
 
 def test_extra_is_installed_if_all_that_it_needs_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +135,15 @@ def test_files_of_any_size_are_scored(digenrl: Digenrl) -> None:
 def test_table_shows_the_same_numbers(digenrl: Digenrl) -> None:
     out = digenrl("rewards", "try", *RED, "--image", "red.png", "--image", "grey.png", "--prompt", "x").out
     assert [line.split() for line in out.splitlines() if ".png" in line] == [["red.png", "1"], ["grey.png", "0.4"]]
+
+
+def test_a_path_is_never_cut(digenrl: Digenrl, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    path = "/".join(["a" * 60] * 3)
+    (folder / path).mkdir(parents=True)
+    (folder / "red.png").rename(folder / path / "red.png")
+    out = digenrl("rewards", "try", *RED, "--image", f"{path}/red.png", "--prompt", "x").out
+    assert out.splitlines()[1].split() == [f"{path}/red.png", "1"]
 
 
 def test_folder_of_frames_is_one_video_in_natural_order(digenrl: Digenrl) -> None:
@@ -194,7 +230,7 @@ def test_failed_reward_names_the_file_on_one_line(digenrl: Digenrl) -> None:
     prompts = ["--prompt", "good", "--prompt", "bad", "--prompt", "good"]
     result = digenrl("rewards", "try", *shy, *images, *prompts)
     assert (result.code, result.out) == (1, "")
-    assert result.err == ["error: reward `Shy` raised RuntimeError: cannot say, for prompt 'bad', file `cyan.png`."]
+    assert result.err == ["error: reward `Shy` for file `cyan.png`, prompt 'bad', failed: RuntimeError: cannot say."]
 
 
 def test_reward_that_cannot_be_set_up_says_what_to_install(digenrl: Digenrl) -> None:
@@ -209,7 +245,7 @@ def test_traceback_of_a_reward_is_printed_on_demand(digenrl: Digenrl, monkeypatc
     result = digenrl("rewards", "try", *words)
     assert result.code == 1
     assert "ValueError: the reward has a bug" in result.err
-    assert result.err[-1].startswith("error: reward `broken` raised ValueError: the reward has a bug for 1 of 1")
+    assert result.err[-1].startswith("error: reward `broken` failed for 1 of 1 samples, the first for prompt 'x': Val")
 
 
 def test_help_shows_the_settings_of_the_reward_that_is_named(digenrl: Digenrl) -> None:
@@ -218,3 +254,16 @@ def test_help_shows_the_settings_of_the_reward_that_is_named(digenrl: Digenrl) -
     out = digenrl("rewards", "try", "--reward", "SeveralRewards", "--help").out
     assert out.startswith(plain)
     assert "--reward.mode normalize_then_sum|sum" in out
+
+
+def test_what_a_reward_on_the_cpu_cannot_use_is_no_setting_of_it(digenrl: Digenrl) -> None:
+    ocr = ["rewards", "try", "--reward", "OCRReward"]
+    out = digenrl(*ocr, "--help").out
+    assert "offload" not in out
+    for setting in ("frames", "num_frames", "batch_size", "detect"):
+        assert f"--reward.{setting} " in out
+    error = digenrl(*ocr, "--reward.offload", "true").error
+    assert error.startswith("error: `--reward.offload` is not a setting of OCRReward; ")
+    printed = digenrl("fit", "--config", "toy.yaml", "--model.reward", "OCRReward", "--print_config").out
+    assert "detect_size: 320" in printed
+    assert "offload" not in printed

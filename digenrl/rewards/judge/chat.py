@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,8 +19,6 @@ from digenrl.rewards.reward import RewardError, shortened
 
 if TYPE_CHECKING:
     import httpx
-
-log = logging.getLogger(__name__)
 
 DEFAULT_PORT = 8000
 """vLLM's own."""
@@ -118,7 +115,6 @@ class ChatServer:
         self.structured_outputs = structured_outputs
         self.seed = seed
         self.extra_body = dict(extra_body or {})
-        self._is_in_trouble = False
 
     def setup(self, device: torch.device) -> None:
         """Look whether the server is there and serves the model.
@@ -157,7 +153,7 @@ class ChatServer:
 
     def _check_served(self, response: httpx.Response) -> None:
         if response.status_code in (401, 403):
-            raise RewardError(self._refused(response))
+            raise RewardError(f"{self._refused(response)}.")
         try:
             served = [str(entry["id"]) for entry in response.json()["data"]]
         except (ValueError, KeyError, TypeError) as error:
@@ -195,24 +191,18 @@ class ChatServer:
 
     def _send(self, body: Mapping[str, Any]) -> httpx.Response:
         try:
-            response = self.connection.ask(lambda client: client.post("chat/completions", json=body), self._say_failure)
+            response = self.connection.ask(lambda client: client.post("chat/completions", json=body), self._describe)
         except StillFailing as error:
             retry_timeout_s = self.connection.retry_timeout_s
             raise RewardError(
-                f"{self._describe(error.failure)} Gave up after `retry_timeout_s` {retry_timeout_s:g}."
+                f"{self._describe(error.failure)}. Gave up after `retry_timeout_s` {retry_timeout_s:g}."
             ) from error
-        self._is_in_trouble = False
         if response.status_code != 200:
-            raise RewardError(self._refused(response))
+            raise RewardError(f"{self._refused(response)}.")
         return response
 
-    def _say_failure(self, failure: httpx.Response | httpx.TransportError) -> None:
-        if not self._is_in_trouble:  # said once, not by each of many requests
-            self._is_in_trouble = True
-            log.warning("%s Asking again for up to %g s.", self._describe(failure), self.connection.retry_timeout_s)
-
     def _describe(self, failure: httpx.Response | httpx.TransportError) -> str:
-        return f"{self.connection.absent(failure)}." if isinstance(failure, Exception) else self._refused(failure)
+        return self.connection.absent(failure) if isinstance(failure, Exception) else self._refused(failure)
 
     def _candidates(self, response: httpx.Response) -> Candidates:
         try:
@@ -238,7 +228,7 @@ class ChatServer:
             remedy = "; let `scale` end below 10 for a server that cannot go on with an answer"
         elif "image" in problem and "At most" in problem:
             remedy = "; set a smaller `num_frames`, or start the server with a larger `--max-images`"
-        return f"{problem}{remedy}."
+        return f"{problem}{remedy}"
 
 
 def _top_logprobs(answer: Any) -> list[Any]:

@@ -92,7 +92,9 @@ class VLMJudge:
             url: base of an OpenAI-compatible API.
             api_key_env: name of the environment variable that holds the server's key.
             concurrency: most requests at a time, of one worker.
-            timeout_s: most seconds that a request may take; one that took longer is not repeated.
+            timeout_s: most seconds that a request may take. One that took longer has failed and is not repeated here,
+                but the module asks again as its `on_reward_error` says, by default twice: a server that hangs is waited
+                for `(1 + reward_retries) * timeout_s` per request, with `drop_group` the last time per sample.
             connect_timeout_s: most seconds to connect.
             retry_timeout_s: how many seconds a request is repeated, after its first failure, if there is no connection
                 or the server is overloaded (429) or fails (5xx); 0 never repeats one.

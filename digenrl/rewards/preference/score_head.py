@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from digenrl.rewards.preference.weights import bounded
 from digenrl.rewards.reward import RewardError
 
 
@@ -39,7 +40,7 @@ class ScoreHead(nn.Module):
         try:
             head.load_state_dict(state)
         except RuntimeError as error:
-            reason = " ".join(str(error).split())
+            reason = bounded(" ".join(str(error).split()))
             raise RewardError(f"`{argument}` {source} is no head of 5 linear layers: {reason}") from error
         return head.float().eval().requires_grad_(False)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -18,6 +19,7 @@ DType = Literal["float32", "bfloat16"]
 """In which a network computes."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_MAX_REASON_CHARS = 200
 _NAME = r"[A-Za-z0-9_][\w.\-]*"
 _HUB_ID = re.compile(rf"{_NAME}(/{_NAME})?")
 _HUB_FILE = re.compile(rf"(?P<repo>{_NAME}/{_NAME})/(?P<file>[^/].*)")
@@ -64,7 +66,8 @@ def load_folder(argument: str, source: str, load: Callable[[str], LoadedT]) -> L
     """
     is_here = _local(source).is_dir()
     try:
-        return load(str(_local(source)) if is_here else source)
+        with _quiet_hub():
+            return load(str(_local(source)) if is_here else source)
     except (OSError, ValueError) as error:
         remedy = (
             "it must be a folder that `save_pretrained` or `hf download` has made"
@@ -72,7 +75,7 @@ def load_folder(argument: str, source: str, load: Callable[[str], LoadedT]) -> L
             else "it is no folder here, and the hub does not give it; give a local folder, made where there is a "
             f"network by `hf download {source} --local-dir FOLDER`"
         )
-        raise RewardError(f"`{argument}` {source} cannot be loaded: {remedy} ({_first_line(error)}).") from error
+        raise RewardError(f"`{argument}` {source} cannot be loaded: {remedy} ({_first_sentence(error)}).") from error
 
 
 def load_model(argument: str, source: str, model_class: Any) -> Any:
@@ -104,7 +107,7 @@ def model_from_state(
             None, config=config, state_dict=state, output_loading_info=True, **settings
         )
     except RuntimeError as error:  # shapes
-        raise RewardError(f"`{argument}` {source} does not fit: {_first_line(error)}") from error
+        raise RewardError(f"`{argument}` {source} does not fit: {_first_sentence(error)}") from error
     _refuse_missing(argument, source, info)
     unknown = sorted(info["unexpected_keys"])
     if unknown:
@@ -130,7 +133,7 @@ def load_state(argument: str, source: str) -> dict[str, Any]:
     except Exception as error:  # each format has its own kinds
         raise RewardError(
             f"`{argument}` {source} cannot be read: it must be a .safetensors file or one of `torch.save` that holds "
-            f"nothing but tensors ({_first_line(error)})."
+            f"nothing but tensors ({_first_sentence(error)})."
         ) from error
     if not isinstance(state, dict):
         raise RewardError(f"`{argument}` {source} must hold a dict of tensors, got {type(state).__name__}.")
@@ -145,12 +148,13 @@ def _file(argument: str, source: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(match["repo"], match["file"]))
+        with _quiet_hub():
+            return Path(hf_hub_download(match["repo"], match["file"]))
     except (OSError, ValueError) as error:
         raise RewardError(
             f"`{argument}` {source} cannot be loaded: it is no file here, and the hub does not give it; give a local "
             f"file, fetched where there is a network by `hf download {match['repo']} {match['file']} --local-dir "
-            f"FOLDER` ({_first_line(error)})."
+            f"FOLDER` ({_first_sentence(error)})."
         ) from error
 
 
@@ -164,6 +168,26 @@ def _local(source: str) -> Path:
     return Path(source).expanduser()
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+@contextmanager
+def _quiet_hub() -> Iterator[None]:
+    """Leave out what the hub's client says of each try; what it says at last is the error's text."""
+    from huggingface_hub import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def bounded(text: str) -> str:
+    """Cut what another library says, which may name each of a network's weights."""
+    return text if len(text) <= _MAX_REASON_CHARS else f"{text[:_MAX_REASON_CHARS]}..."
+
+
+def _first_sentence(error: BaseException) -> str:
+    """Name an error and begin what it says: other libraries' errors go on with advice that is not for ours."""
+    line = next(iter(str(error).strip().splitlines()), "")
+    sentence = bounded(line.partition(". ")[0].removesuffix("."))
+    return f"{type(error).__name__}: {sentence}" if sentence else type(error).__name__

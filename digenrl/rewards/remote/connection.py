@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import email.utils
 import ipaddress
+import logging
 import os
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +18,8 @@ from digenrl.rewards.reward import RewardError
 
 if TYPE_CHECKING:
     import httpx
+
+log = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 4.0
 _MAX_MESSAGE_CHARS = 300
@@ -31,6 +35,51 @@ class StillFailing(Exception):
         super().__init__(str(failure))
         self.failure = failure
         """The last one."""
+
+
+class Outage:
+    """Tells when a server begins to fail and when it is back: once each, however many requests there are.
+
+    It is back with the first answer while no request is repeated: one that is overloaded refuses some for as long as it
+    answers others. Requests may be those of several threads.
+
+    Example:
+        >>> outage = Outage()
+        >>> outage.begins("a"), outage.begins("b"), outage.begins("a")
+        (True, False, False)
+        >>> outage.ends("a"), outage.ends("b"), outage.ends("c")
+        (False, True, False)
+    """
+
+    def __init__(self) -> None:
+        """Begin with a server that answers."""
+        self._lock = threading.Lock()
+        self._repeated: set[object] = set()
+        self._lasts = False
+
+    def __reduce__(self) -> tuple[type[Outage], tuple[()]]:
+        """Give how a copy is made: it has seen no failure."""
+        return Outage, ()
+
+    def begins(self, request: object) -> bool:
+        """Note that a request fails and will be repeated; True if none was before."""
+        with self._lock:
+            self._repeated.add(request)
+            is_news, self._lasts = not self._lasts, True
+            return is_news
+
+    def ends(self, request: object) -> bool:
+        """Note that a request is answered; True if that shows that the server is back."""
+        with self._lock:
+            self._repeated.discard(request)
+            is_news = self._lasts and not self._repeated
+            self._lasts = self._lasts and not is_news
+            return is_news
+
+    def forget(self, request: object) -> None:
+        """Note that a request is not repeated any more, answered or not."""
+        with self._lock:
+            self._repeated.discard(request)
 
 
 @dataclass(kw_only=True)
@@ -50,7 +99,7 @@ class Connection:
     secret_setting: str
     """The setting that names it."""
     timeout_s: float
-    """Most seconds that a request may take; one that took longer is not repeated."""
+    """Most seconds that a request may take; one that took longer has failed and is not repeated here."""
     lighter: str
     """Settings that make a request take less."""
     connect_timeout_s: float
@@ -59,6 +108,7 @@ class Connection:
     """How many seconds a request is repeated, after its first failure, to a server that is busy or away."""
     max_connections: int = 100
     _client: httpx.Client | None = field(default=None, init=False, repr=False)
+    _outage: Outage = field(default_factory=Outage, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check the settings, by the names that rewards have for them.
@@ -116,6 +166,12 @@ class Connection:
 
         try:
             return self.open().get(path, timeout=self.connect_timeout_s)
+        except httpx.ReadTimeout as error:
+            self.close()
+            raise RewardError(
+                f"{self.url}: connected, and no answer within `connect_timeout_s` {self.connect_timeout_s:g}; see the "
+                "server's log, raise it, or correct `url`."
+            ) from error
         except httpx.TransportError as error:
             self.close()
             raise RewardError(f"{self.absent(error)}, or correct `url`.") from error
@@ -123,13 +179,13 @@ class Connection:
     def ask(
         self,
         send: Callable[[httpx.Client], httpx.Response],
-        on_failure: Callable[[httpx.Response | httpx.TransportError], None],
+        describe: Callable[[httpx.Response | httpx.TransportError], str],
     ) -> httpx.Response:
-        """Send a request, again while the server is busy (429, 5xx) or away.
+        """Send a request, again while the server is busy (429, 5xx) or away; both its going and its return are logged.
 
         Args:
             send: sends it, alike each time.
-            on_failure: told before each wait why there is one.
+            describe: says, for the log, what has failed; without a period.
 
         Returns:
             an answer or a refusal.
@@ -138,34 +194,41 @@ class Connection:
             RewardError: it took longer than `timeout_s`.
             StillFailing: `retry_timeout_s` are over.
         """
-        import httpx
-
-        failure: httpx.Response | httpx.TransportError
-        backoff = Backoff(self.retry_timeout_s)
-        while True:
-            asked_s = 0.0
-            try:
-                failure = send(self.open())
-            except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
-                raise RewardError(
-                    f"{self.url}: no answer within `timeout_s` {self.timeout_s:g}; raise it, or set a smaller "
-                    f"{self.lighter}."
-                ) from error
-            except httpx.TransportError as error:
-                failure = error
-            else:
-                if failure.status_code != 429 and failure.status_code < 500:
-                    return failure
-                asked_s = retry_after_s(failure.headers.get("Retry-After", ""))
-            pause_s = backoff.pause_s(time.monotonic(), asked_s=asked_s)
-            if pause_s is None:
-                raise StillFailing(failure) from (failure if isinstance(failure, Exception) else None)
-            on_failure(failure)
-            time.sleep(pause_s)
+        backoff, request = Backoff(self.retry_timeout_s), object()
+        try:
+            while True:
+                answer = self._send(send)
+                if not isinstance(answer, Exception) and not _is_failure(answer):
+                    if self._outage.ends(request):
+                        log.warning("%s: it answers again.", self.url)
+                    return answer
+                asked_s = 0.0 if isinstance(answer, Exception) else retry_after_s(answer.headers.get("Retry-After", ""))
+                pause_s = backoff.pause_s(time.monotonic(), asked_s=asked_s)
+                if pause_s is None:
+                    raise StillFailing(answer) from (answer if isinstance(answer, Exception) else None)
+                if self._outage.begins(request):
+                    log.warning("%s; asking again for up to %g s.", describe(answer), self.retry_timeout_s)
+                time.sleep(pause_s)
+        finally:
+            self._outage.forget(request)
 
     def absent(self, error: Exception) -> str:
         """Say, without a period, that nobody answers, and what starts the server."""
         return f"{self.url}: there is no server ({describe(error)}); start it with `{self.command}`"
+
+    def _send(self, send: Callable[[httpx.Client], httpx.Response]) -> httpx.Response | httpx.TransportError:
+        """Send a request once, and give what came of it."""
+        import httpx
+
+        try:
+            return send(self.open())
+        except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
+            raise RewardError(
+                f"{self.url}: no answer within `timeout_s` {self.timeout_s:g}; raise it, or set a smaller "
+                f"{self.lighter}."
+            ) from error
+        except httpx.TransportError as error:
+            return error
 
     @property
     def command(self) -> str:
@@ -181,6 +244,11 @@ class Connection:
     @property
     def _host(self) -> str:
         return urlsplit(self.url).hostname or ""
+
+
+def _is_failure(answer: httpx.Response) -> bool:
+    """Tell whether the same request may be answered later."""
+    return answer.status_code == 429 or answer.status_code >= 500
 
 
 def describe(error: Exception) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,8 +24,6 @@ from digenrl.types import Prompt, PromptBatch
 
 if TYPE_CHECKING:
     import httpx
-
-log = logging.getLogger(__name__)
 
 _PIECE_BYTES = 2**18
 
@@ -75,7 +72,9 @@ class HTTPReward:
             encoding: of media on their way: `"npz"` keeps every bit, `"png"` rounds to 8 bits and is much smaller.
             token_env: name of the environment variable that holds the server's token.
             connect_timeout_s: most seconds to connect.
-            timeout_s: most seconds that a request may take; one that took longer is not repeated.
+            timeout_s: most seconds that a request may take. One that took longer has failed and is not repeated here,
+                but the module asks again as its `on_reward_error` says, by default twice: a server that hangs is waited
+                for `(1 + reward_retries) * timeout_s` per request, with `drop_group` the last time per sample.
             retry_timeout_s: how many seconds a request is repeated, after its first failure, if there is no connection
                 or the server is overloaded (429) or fails (5xx); 0 never repeats one.
 
@@ -157,7 +156,7 @@ class HTTPReward:
         headers = {"Content-Type": "application/json", "Content-Length": str(len(body))}
         try:
             return self.connection.ask(
-                lambda client: client.post("score", content=_pieces(body), headers=headers), self._say_failure
+                lambda client: client.post("score", content=_pieces(body), headers=headers), self._describe
             )
         except StillFailing as error:
             raise RewardError(
@@ -166,8 +165,8 @@ class HTTPReward:
                 f"`{self.connection.command}`."
             ) from error
 
-    def _say_failure(self, failure: httpx.Response | httpx.TransportError) -> None:
-        log.warning("reward `%s`: %s: %s; asking again.", self.name, self.url, _describe(failure))
+    def _describe(self, failure: httpx.Response | httpx.TransportError) -> str:
+        return f"reward `{self.name}`: {self.url}: {_describe(failure)}"
 
     def _content_of(self, response: httpx.Response) -> bytes:
         """Give what a good response holds."""

@@ -31,12 +31,21 @@ from digenrl.rewards.remote.wire import (
     encode_answer,
     served_name,
 )
-from digenrl.rewards.reward import JoinedReward, Reward, RewardTraits, check_prompts, reward_name, set_up_reward
+from digenrl.rewards.reward import (
+    JoinedReward,
+    Reward,
+    RewardTraits,
+    check_prompts,
+    reward_attribute,
+    reward_name,
+    set_up_reward,
+)
 from digenrl.rewards.scoring import ErrorPolicy, score_samples
 from digenrl.types import PromptBatch
 
 log = logging.getLogger(__name__)
 
+_MODALITIES = {"image": "[B, C, H, W]", "video": "[B, F, C, H, W]"}
 _ONCE = ErrorPolicy(on_error="drop_group", num_retries=0)  # who asks decides what is done about a failure
 _GRACE_S = 10  # for requests that are answered when the server is told to stop
 _KEEP_ALIVE_S = 75  # longer than clients keep a connection, so that none is closed while a request is on its way
@@ -112,6 +121,11 @@ class Health(_Model):
     modalities: list[str] = Field(description='"image", "video"; empty if the reward does not say.')
     max_request_mb: int = Field(description="Largest request, and largest media once unpacked, in 2**20 bytes.")
 
+    @property
+    def max_bytes(self) -> int:
+        """The same in bytes."""
+        return self.max_request_mb * 2**20
+
 
 class Problem(_Model):
     """Why there is no answer, on one line."""
@@ -129,14 +143,24 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
 
 
 def describe(reward: Reward, *, max_request_mb: int) -> Health:
-    """Say what clients are told of a reward."""
+    """Say what clients are told of a reward.
+
+    Raises:
+        ValueError: an attribute of it that is not what it should be.
+    """
     traits = RewardTraits.of(reward)
+    modalities = reward_attribute(reward, "modalities", ())
+    modalities = [modalities] if isinstance(modalities, str) else list(modalities)
+    if any(modality not in _MODALITIES for modality in modalities):
+        raise ValueError(
+            f"`modalities` of reward `{reward_name(reward)}` must be of {' and '.join(_MODALITIES)}, got {modalities}."
+        )
     return Health(
         protocol=PROTOCOL,
         reward=served_name(reward),
         requires=list(traits.requires),
         groupwise=traits.groupwise,
-        modalities=list(getattr(reward, "modalities", ())),
+        modalities=modalities,
         max_request_mb=max_request_mb,
     )
 
@@ -158,7 +182,6 @@ def make_app(reward: Reward, health: Health, *, device: torch.device, token: str
         redoc_url=None,
         dependencies=[Depends(HTTPBearer(auto_error=False))],  # says in the description what _Gate checks
     )
-    max_bytes = health.max_request_mb * 2**20
     one_at_a_time = asyncio.Lock()
 
     @app.get("/health", summary="Say what is served", responses={401: _PROBLEMS[401]})
@@ -167,13 +190,13 @@ def make_app(reward: Reward, health: Health, *, device: torch.device, token: str
 
     @app.post("/score", summary="Score samples, one request at a time", responses=_PROBLEMS)
     async def post_score(asked: ScoreRequest, request: Request) -> ScoreAnswer:
-        work = partial(_score, reward, asked, device, max_bytes)
+        work = partial(_score, reward, health, asked, device)
         async with one_at_a_time:
             if await request.is_disconnected():  # a client that waited too long has given up
                 raise HTTPException(408, "the client has gone")
             return await anyio.to_thread.run_sync(work, abandon_on_cancel=True)
 
-    app.add_middleware(_Gate, token=token, max_bytes=max_bytes)
+    app.add_middleware(_Gate, token=token, max_bytes=health.max_bytes)
     app.add_exception_handler(WireError, _say_wire_error)
     app.add_exception_handler(HTTPException, _say_http_error)
     app.add_exception_handler(RequestValidationError, _say_validation_error)
@@ -192,11 +215,12 @@ def openapi() -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _score(reward: Reward, asked: ScoreRequest, device: torch.device, max_bytes: int) -> ScoreAnswer:
+def _score(reward: Reward, health: Health, asked: ScoreRequest, device: torch.device) -> ScoreAnswer:
     prompts = decode_prompts([sample.model_dump() for sample in asked.samples], asked.step)
-    media = decode_media(asked.media.model_dump(), max_bytes=max_bytes)
+    media = decode_media(asked.media.model_dump(), max_bytes=health.max_bytes)
     if len(media) != len(prompts):
         raise WireError(f"there must be media for each of {len(prompts)} samples, got {len(media)}")
+    _check_modality(media, health)
     try:
         check_prompts(reward, prompts.prompts, name="samples")
     except ValueError as error:
@@ -205,6 +229,16 @@ def _score(reward: Reward, asked: ScoreRequest, device: torch.device, max_bytes:
     if batch.failures:
         log.warning("%s (%d of %d samples).", batch.failures[0], len(batch.failures), len(prompts))
     return ScoreAnswer.model_validate(encode_answer(batch))
+
+
+def _check_modality(media: torch.Tensor, health: Health) -> None:
+    """Refuse media that the reward does not judge, instead of letting it fail over their shape."""
+    modality = "video" if media.ndim == 5 else "image"
+    if health.modalities and modality not in health.modalities:
+        judged, *_ = health.modalities
+        raise WireError(
+            f"{health.reward} judges media of {judged}s, {_MODALITIES[judged]}, got {modality}s, {list(media.shape)}"
+        )
 
 
 class _Gate:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -161,6 +162,20 @@ def test_a_wait_beyond_the_retry_timeout_is_not_begun(server: FakeChatServer, ch
     assert waits.seconds == []
 
 
+def test_an_outage_and_its_end_are_said_once_for_all_requests(
+    server: FakeChatServer, chat_at: Any, waits: Waits, caplog: pytest.LogCaptureFixture
+) -> None:
+    all_asked = threading.Barrier(4)
+    first_try = iter(range(4))
+    waits.meanwhile = lambda: all_asked.wait(30) and None if next(first_try, None) is not None else None
+    server.faults = [refusal(503, "loading")] * 6
+    assert len(chat_at(server.url, concurrency=4).ask([QUESTION] * 16)) == 16
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{server.url}: refused with status 503: loading; asking again for up to 60 s.",
+        f"{server.url}: it answers again.",
+    ]
+
+
 def test_a_server_that_comes_back_on_its_port_answers_as_before(
     server: FakeChatServer, chat_at: Any, waits: Waits
 ) -> None:
@@ -256,6 +271,14 @@ def test_a_model_that_is_not_served_is_one_line_with_those_that_are(server: Fake
     server.models = ["small", "large"]
     with pytest.raises(RewardError, match="it does not serve judge; set `model` to what it serves: small, large.$"):
         chat_at(server.url).setup(CPU)
+
+
+def test_a_server_that_takes_connections_and_stays_silent_is_one_line_at_setup(chat_at: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
+        with pytest.raises(RewardError) as info:
+            chat_at(url, connect_timeout_s=0.05).setup(CPU)
+    assert str(info.value).startswith(f"{url}: connected, and no answer within `connect_timeout_s` 0.05; see the")
 
 
 def test_an_address_of_something_else_is_one_line(server: FakeChatServer, chat_at: Any) -> None:

@@ -159,20 +159,20 @@ def test_one_answer_of_sixteen_that_is_none_is_an_error_of_that_sample_alone(ser
     assert "refused with status 400: too blurred" in batch.failures[0].reason
     good = [row for row in range(16) if row != 5]
     torch.testing.assert_close(batch.rewards[good], LEVELS[good])
-    with pytest.raises(RewardError, match="`VLMJudge` .*too blurred.* for 1 of 16 samples, .*'prompt 5'"):
+    with pytest.raises(RewardError, match="`VLMJudge` failed for 1 of 16 samples, .*'prompt 5': .*too blurred"):
         compute_rewards(judge, flat(LEVELS, 3, 4, 4), SIXTEEN)
 
 
 def test_an_answer_of_another_kind_is_an_error_and_never_a_zero(server: FakeChatServer) -> None:
     server.answer = lambda asked: [("The", 0.9), ("A", 0.1)] if '"prompt 3"' in asked.text else [("7", 1.0)]
-    with pytest.raises(RewardError, match="is none of 0, 1.* 'The' \\(90%\\).* for 1 of 16 samples, .*'prompt 3'"):
+    with pytest.raises(RewardError, match="for 1 of 16 samples, .*'prompt 3': .* is none of 0, 1.* 'The' \\(90%\\)"):
         compute_rewards(judge_at(server), flat(LEVELS, 3, 4, 4), SIXTEEN)
 
 
 def test_a_failed_second_question_is_an_error_of_that_sample_alone(server: FakeChatServer) -> None:
     server.answer = ratings
     server.fault_of = lambda asked: refusal(400, "no continue_final_message") if asked.begun else None
-    with pytest.raises(RewardError, match="let `scale` end below 10.* for 2 of 2"):
+    with pytest.raises(RewardError, match="for 2 of 2 .*let `scale` end below 10"):
         compute_rewards(judge_at(server), flat(LEVELS[:2], 3, 4, 4), prompts_of("a", "b"))
 
 

@@ -103,18 +103,23 @@ def test_arguments_are_checked_at_construction(tiny: TinyModels, name: str) -> N
         tiny.make(name, frames="some")
 
 
+def own_records(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """Transformers warns, too, of tokens that tiny models lack."""
+    return [record for record in caplog.records if record.name.startswith("digenrl")]
+
+
 @pytest.mark.parametrize("name", ["PickScore", "CLIPScore", "HPSv2", "ImageReward"])
 def test_a_prompt_that_is_too_long_is_said_once(tiny: TinyModels, name: str, caplog: pytest.LogCaptureFixture) -> None:
     reward = ready(tiny, name)
     limit = 35 if name == "ImageReward" else 77
     with caplog.at_level(logging.WARNING, logger="digenrl"):
         reward(images(2), prompts(["a dog", "cat"]))
-        assert not caplog.records
+        assert not own_records(caplog)
         scores: Tensor = reward(images(2)[[0, 0]], prompts(["cat " * 200, "cat " * 100]))
         reward(images(2), prompts(["dog " * 200, "dog"]))
-    assert len(caplog.records) == 1
+    (record,) = own_records(caplog)
     assert re.fullmatch(
         rf"reward `{name}` reads the first {limit} tokens of a prompt; 'cat .*' has 20\d. Said once; .*",
-        caplog.records[0].getMessage(),
+        record.getMessage(),
     )
     torch.testing.assert_close(scores[0], scores[1])  # what differs is beyond the limit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,37 @@ def test_a_folder_that_does_not_load_is_named_in_one_line(tmp_path: Path) -> Non
     with pytest.raises(RewardError, match=f"`model` {tmp_path} cannot be loaded: .*`save_pretrained`") as info:
         load_folder("model", str(tmp_path), load)
     assert str(info.value).endswith(f"(OSError: no config in {tmp_path}).")
+
+
+def test_a_folder_that_is_empty_is_told_in_one_sentence_of_what_lacks(tmp_path: Path) -> None:
+    from transformers import CLIPImageProcessor
+
+    with pytest.raises(RewardError) as info:
+        load_folder("base", str(tmp_path), CLIPImageProcessor.from_pretrained)
+    assert str(info.value).endswith(f"(OSError: Can't load image processor for '{tmp_path}').")
+
+
+def test_what_another_library_says_is_bounded(tmp_path: Path) -> None:
+    def load(folder: str) -> None:
+        raise ValueError("no weight " + ", ".join(f"layer.{index}" for index in range(10_000)))
+
+    with pytest.raises(RewardError, match="ValueError: no weight layer.0, layer.1, ") as info:
+        load_folder("model", str(tmp_path), load)
+    assert len(str(info.value)) < 500
+
+
+def test_the_hub_s_client_does_not_say_each_time_that_it_tries_again(tmp_path: Path) -> None:
+    hub, were_said = logging.getLogger("huggingface_hub.utils._http"), []
+
+    def load(folder: str) -> None:
+        were_said.append(hub.isEnabledFor(logging.WARNING))
+        raise OSError("no network")
+
+    assert hub.isEnabledFor(logging.WARNING)
+    with pytest.raises(RewardError, match=r"\(OSError: no network\)"):
+        load_folder("model", "owner/name", load)
+    assert were_said == [False]
+    assert hub.isEnabledFor(logging.WARNING)
 
 
 def test_a_file_that_would_run_code_is_refused_and_runs_none(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import email.utils
+import pickle
 import time
 
 import pytest
 
-from digenrl.rewards.remote.connection import Backoff, checked_url, is_loopback, read_secret, retry_after_s
+from digenrl.rewards.remote.connection import Backoff, Outage, checked_url, is_loopback, read_secret, retry_after_s
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8200/", "https://rewards.example/ocr"])
@@ -71,3 +72,22 @@ def test_retry_after_is_seconds_or_a_date() -> None:
     date = email.utils.formatdate(time.time() + 3600, usegmt=True)
     assert retry_after_s(date) == pytest.approx(3600, abs=60)
     assert [retry_after_s(text) for text in ("", "soon", "-1")] == [0.0, 0.0, 0.0]
+
+
+def test_an_outage_lasts_until_an_answer_comes_while_no_request_is_repeated() -> None:
+    outage = Outage()
+    assert not outage.ends("before")
+    assert [outage.begins(request) for request in ("a", "b", "a")] == [True, False, False]
+    assert not outage.ends("c")  # an overloaded server answers some
+    assert not outage.ends("a")
+    outage.forget("b")  # given up, which is no answer
+    assert not outage.begins("d")
+    assert outage.ends("d")
+    assert not outage.ends("e")
+    assert outage.begins("f")
+
+
+def test_a_copy_for_a_worker_has_seen_no_outage() -> None:
+    outage = Outage()
+    outage.begins("a")
+    assert pickle.loads(pickle.dumps(outage)).begins("b")

@@ -158,10 +158,10 @@ def test_an_error_of_the_served_reward_is_said_with_reward_and_prompt() -> None:
 
     with served(buggy) as server, pytest.raises(RewardError) as info:
         scores(HTTPReward(server.url, name="mine"), media(1, 2, 2))
-    message = (
-        f"reward `mine` failed: {server.url}: the reward there raised KeyError: 'no such column' for 6 of 6 samples"
+    assert str(info.value) == (
+        f"reward `mine` failed for 6 of 6 samples, the first for prompt 'low': {server.url}: the reward there failed: "
+        "KeyError: 'no such column'."
     )
-    assert message in str(info.value)
 
 
 def test_without_a_server_one_line_has_url_reward_and_the_command_that_starts_it(closed_port: int) -> None:
@@ -174,6 +174,17 @@ def test_without_a_server_one_line_has_url_reward_and_the_command_that_starts_it
         f"reward `OCRReward` cannot be set up: http://127.0.0.1:{closed_port}: there is no server"
     )
     assert f"`digenrl serve-reward --reward OCRReward --port {closed_port}`" in message
+
+
+def test_a_server_that_takes_connections_and_stays_silent_is_one_line_at_setup() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(RewardError) as info:
+            set_up_reward(HTTPReward(url, connect_timeout_s=0.05), CPU)
+    assert str(info.value) == (
+        f"reward `HTTPReward` cannot be set up: {url}: connected, and no answer within `connect_timeout_s` 0.05; see "
+        "the server's log, raise it, or correct `url`."
+    )
 
 
 @pytest.mark.parametrize(
@@ -201,6 +212,37 @@ def test_settings_that_do_not_fit_the_served_reward_are_said_at_setup() -> None:
             with pytest.raises(RewardError, match=message):
                 set_up_reward(HTTPReward(server.url, **settings), CPU)  # type: ignore[arg-type]
         set_up_reward(HTTPReward(server.url, "Relative", requires=["weight"], groupwise=True), CPU)
+
+
+class Judge:
+    """Looks at the frames of videos, or at the rows of images."""
+
+    def __init__(self, *modalities: str) -> None:
+        self.modalities = modalities
+
+    def __call__(self, media: Tensor, prompts: PromptBatch) -> Tensor:
+        return media.flatten(1).mean(1)
+
+
+@pytest.mark.parametrize(
+    ("modalities", "shape", "message"),
+    [
+        (("video",), (1, 2, 2), r"Judge judges media of videos, \[B, F, C, H, W\], got images, \[6, 1, 2, 2\]; "),
+        (("image",), (3, 1, 2, 2), r"Judge judges media of images, \[B, C, H, W\], got videos, \[6, 3, 1, 2, 2\]; "),
+        (("image", "video"), (3, 1, 2, 2), None),
+        ((), (1, 2, 2), None),
+    ],
+)
+def test_media_that_the_served_reward_does_not_judge_are_refused(
+    modalities: tuple[str, ...], shape: tuple[int, ...], message: str | None
+) -> None:
+    with served(Judge(*modalities)) as server:
+        reward = HTTPReward(server.url)
+        if message is None:
+            assert len(scores(reward, media(*shape))) == 6
+            return
+        with pytest.raises(RewardError, match=f"refused with status 422: .*{message}"):
+            scores(reward, media(*shape))
 
 
 @pytest.mark.parametrize(
@@ -259,6 +301,18 @@ def test_a_request_that_is_refused_is_not_repeated(status: int) -> None:
         with pytest.raises(RewardError, match=f"{url}: refused with status {status}: not this; "):
             scores(HTTPReward(url), media(1, 2, 2))
         assert len(bodies) == 1
+
+
+def test_an_outage_and_its_end_are_said_once_whoever_asks_again(caplog: pytest.LogCaptureFixture) -> None:
+    busy, good = (503, {"error": "loading"}), (200, {"rewards": [0.5] * 6})
+    with fake_server(*[busy] * 9, good, good, busy, good) as (url, _):
+        reward = HTTPReward(url, name="mine", retry_timeout_s=0.02)
+        policy = ErrorPolicy(on_error="retry", num_retries=1000, wait_s=0.0)
+        for _ in range(3):
+            score_samples(reward, media(1, 2, 2), PROMPTS, policy)
+    said = [record.getMessage() for record in caplog.records if record.name.endswith("connection")]
+    away = f"reward `mine`: {url}: status 503: loading; asking again for up to 0.02 s."
+    assert said == [away, f"{url}: it answers again."] * 2
 
 
 def test_a_server_that_goes_on_failing_is_given_up_after_the_time_that_is_set() -> None:

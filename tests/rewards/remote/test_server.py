@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,21 @@ def test_a_host_that_others_reach_needs_a_token(host: str) -> None:
 def test_several_rewards_are_not_served_as_one() -> None:
     with pytest.raises(ValueError, match="`reward` must give one number per sample, SeveralRewards gives 2"):
         RewardServer(SeveralRewards([level_reward, test_several_rewards_are_not_served_as_one]), port=0)
+
+
+@pytest.mark.parametrize(("modalities", "said"), [("video", ["video"]), (["image"], ["image"]), (None, [])])
+def test_what_a_reward_judges_is_said(modalities: Any, said: list[str]) -> None:
+    def judge(media: Tensor, prompts: PromptBatch) -> Tensor:
+        return media.flatten(1).mean(1)
+
+    if modalities is not None:
+        judge.modalities = modalities  # type: ignore[attr-defined]
+    assert RewardServer(partial(judge), port=0).health.modalities == said
+    judge.modalities = ("images",)  # type: ignore[attr-defined]
+    with pytest.raises(
+        ValueError, match=r"`modalities` of reward `judge` must be of image and video, got \['images'\]."
+    ):
+        RewardServer(judge, port=0)
 
 
 def test_health_answers_while_samples_are_scored_one_request_at_a_time() -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import digenrl
 from digenrl.cli.errors import UsageError, one_line, suggest
@@ -78,7 +78,7 @@ def _run(subcommand: str, words: Sequence[str]) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does, so that a configuration can name local classes
     if subcommand in _OWN_PROGRAMS:
-        return int(importlib.import_module(f"digenrl.cli.{subcommand.replace('-', '_')}").run(words))
+        return _run_own_program(importlib.import_module(f"digenrl.cli.{subcommand.replace('-', '_')}").run, words)
     from digenrl.cli.arguments import read_arguments
 
     arguments = read_arguments(words)
@@ -96,3 +96,13 @@ def _run(subcommand: str, words: Sequence[str]) -> int:
             from digenrl.cli.program import run
 
             return run(subcommand, arguments)
+
+
+def _run_own_program(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
+    try:
+        code = run(words)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 128 + signal.SIGPIPE
+    return code

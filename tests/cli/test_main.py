@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -60,3 +61,12 @@ def test_traceback_is_printed_on_demand(digenrl: Digenrl, monkeypatch: pytest.Mo
     assert result.code == 2
     assert result.err[0].startswith("Traceback")
     assert result.err[-1].startswith("error: `--config`: there is no file `absent.yaml`")
+
+
+def test_a_reader_that_has_enough_ends_a_command_quietly() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    words = [sys.executable, "-m", "digenrl", "rewards", "list"]
+    result = subprocess.run(words, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write_end)
+    assert (result.returncode, result.stderr) == (141, "")

@@ -241,14 +241,25 @@ def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> N
         toy_module(**settings)
 
 
+class Once:
+    """The level reward in the first step; fails for everything later."""
+
+    def __call__(self, media: Tensor, prompts: PromptBatch) -> Tensor:
+        return level_reward(media, prompts) if prompts.step == 0 else torch.full((len(prompts),), math.nan)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "disaggregated"])
+def test_the_momentum_of_earlier_steps_does_not_move_the_weights_in_an_empty_one(strategy: str) -> None:
+    def run(max_steps: int) -> dict[str, Tensor]:
+        chosen: Any = DisaggregatedStrategy(engine="inline") if strategy != "auto" else strategy
+        return fit(chosen, module=module_with(Once(), weight_decay=0.5), max_steps=max_steps)[2]
+
+    after_one, after_two = run(1), run(2)
+    assert all(torch.equal(after_one[name], after_two[name]) for name in after_one)
+
+
 @pytest.mark.parametrize("strategy", ["auto", "disaggregated"])
 def test_a_step_with_no_group_left_logs_no_value_of_the_step_before(strategy: str) -> None:
-    class Once:
-        """Fails for everything from the second step on."""
-
-        def __call__(self, media: Tensor, prompts: PromptBatch) -> Tensor:
-            return level_reward(media, prompts) if prompts.step == 0 else torch.full((len(prompts),), math.nan)
-
     chosen: Any = DisaggregatedStrategy(engine="inline") if strategy != "auto" else strategy
     metrics = fit(chosen, module=module_with(Once()), max_steps=2)[0].callback_metrics
     assert metrics["reward/dropped_groups"] == 4

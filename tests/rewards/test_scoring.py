@@ -149,6 +149,15 @@ def test_a_reward_that_changes_its_media_spoils_nothing(batch_size: int | None) 
     assert torch.equal(score_samples(retried, kept, PROMPTS, RETRY).rewards, MEDIA.flatten())
 
 
+def test_a_reward_that_leaves_a_sample_out_has_failed_for_that_sample() -> None:
+    def short(media: Tensor, prompts: PromptBatch) -> Any:
+        return [value for value in media.flatten().tolist() if value != 5 / 16]
+
+    scored = score_samples(short, MEDIA, PROMPTS, DROP)
+    assert scored.rewards.isnan().nonzero().flatten().tolist() == [5]
+    assert [failure.reason for failure in scored.failures] == ["returned 0 values instead of 1"]
+
+
 def test_each_of_several_rewards_fails_by_itself() -> None:
     first, second = Asked({1: None}, name="first"), Asked({2: None}, name="second")
     scored = score_samples(SeveralRewards([first, second]), MEDIA, PROMPTS, DROP)

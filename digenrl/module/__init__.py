@@ -2,6 +2,7 @@
 
 from digenrl.module.advantages import AdvantageSettings
 from digenrl.module.base import DiffusionRLModule, NonFiniteGradientError, RemoteModule
+from digenrl.module.checks import accumulated_batches, check_data, check_dropping
 from digenrl.module.prompts import as_prompts
 from digenrl.module.rollouts import Solver, check_guidance
 from digenrl.module.scoring import advantages_of_kept
@@ -14,7 +15,10 @@ __all__ = [
     "NonFiniteGradientError",
     "RemoteModule",
     "Solver",
+    "accumulated_batches",
     "advantages_of_kept",
     "as_prompts",
+    "check_data",
+    "check_dropping",
     "check_guidance",
 ]

@@ -9,19 +9,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor
 
-from digenrl.data import PromptData
 from digenrl.functional import weighted_sum
 from digenrl.metrics import MetricValue
 from digenrl.module.advantages import AdvantageSettings
+from digenrl.module.checks import check_data, check_dropping
 from digenrl.module.prompts import as_prompts
 from digenrl.module.rollouts import Solver, check_guidance
 from digenrl.module.scoring import advantages_of_kept
 from digenrl.module.validation import Validation
 from digenrl.policies import DiffusionPolicy
-from digenrl.rewards import ErrorPolicy, OnRewardError, Reward, RewardTraits, check_prompts
+from digenrl.rewards import ErrorPolicy, OnRewardError, Reward, check_prompts
 from digenrl.types import Prompt, PromptBatch, RowLosses, ScoredBatch, TimestepBatch, Trajectory
 
 _CHECKPOINT_KEY = "digenrl"
@@ -212,7 +211,8 @@ class DiffusionRLModule(Validation, ABC):
         if self._is_built:
             return
         if self._trainer is not None:
-            self.check_data(self._trainer)
+            check_data(self.reward, self._trainer.datamodule)  # type: ignore[attr-defined]
+            check_dropping(self.reward_errors, self._trainer)
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
             self.policy.build()
@@ -284,40 +284,6 @@ class DiffusionRLModule(Validation, ABC):
         return self.policy.decode(latents)
 
     # ---- Lightning -----------------------------------------------------------------------------------------
-
-    def check_data(self, trainer: Trainer) -> None:
-        """Check that the reward can score the prompts, before anything is generated.
-
-        Raises:
-            ValueError: it cannot, or groups cannot be whole where it needs them so.
-        """
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        if isinstance(data, PromptData):
-            check_prompts(self.reward, data.prompts, name="prompts")
-            check_prompts(self.reward, data.validation_prompts, name="validation_prompts")
-            samples, size = data.validation_samples_per_prompt, data.validation_batch_size
-            if RewardTraits.of(self.reward).groupwise and data.validation_prompts:
-                if samples < 2:
-                    raise ValueError(
-                        f"`validation_samples_per_prompt` must be at least 2, got {samples}: the reward compares the "
-                        "samples of a prompt."
-                    )
-                if size % samples != 0:
-                    raise ValueError(
-                        f"`validation_batch_size` must be a multiple of `validation_samples_per_prompt` {samples}, got "
-                        f"{size}: the reward compares the samples of a prompt and needs all of them."
-                    )
-        if trainer.accumulate_grad_batches > 1 and self.reward_errors.on_error == "drop_group":
-            raise ValueError(
-                f"`on_reward_error` must be raise or retry with `accumulate_grad_batches` "
-                f"{trainer.accumulate_grad_batches}, got drop_group: gradients of batches of which different numbers "
-                "of rows are left are added up."
-            )
-        if trainer.world_size > 1 and self.reward_errors.on_error == "drop_group":
-            raise ValueError(
-                f"`on_reward_error` must be raise or retry on {trainer.world_size} ranks of a data-parallel strategy, "
-                "got drop_group: `DisaggregatedStrategy` drops groups with any number of trainers."
-            )
 
     def training_step(self, batch: Sequence[Prompt | str], batch_idx: int) -> Tensor | None:
         """Run one whole RL step in this process; `DisaggregatedStrategy` runs the same hooks on its workers.

@@ -102,8 +102,6 @@ class RewardBatch:
     rewards: Tensor  # [B] or [B, R] float32 on the CPU; NaN where a reward failed
     failures: tuple[RewardFailure, ...]
     """Empty unless the policy is `"drop_group"`."""
-    num_retried: int
-    """Samples that a reward was asked about again."""
 
 
 def compute_rewards(reward: Reward, media: Tensor, prompts: PromptBatch) -> Tensor:
@@ -149,7 +147,6 @@ def score_samples(
     return RewardBatch(
         torch.stack([part.rewards for part in parts], dim=1),
         tuple(failure for part in parts for failure in part.failures),
-        sum(part.num_retried for part in parts),
     )
 
 
@@ -158,7 +155,7 @@ def _ask(
 ) -> RewardBatch:
     name, traits = reward_name(reward), RewardTraits.of(reward)
     answer = _ask_once(reward, media, prompts, list(range(len(prompts))), traits)
-    num_asked, num_retried = 1, 0
+    num_asked = 1
     for wait_s, one_by_one in policy.retries():
         failed = answer.reasons.keys() if policy.num_retries > 0 else answer.together
         if not failed:
@@ -172,12 +169,12 @@ def _ask(
         answer.replace(
             rows, _ask_once(reward, media, prompts, rows, replace(traits, batch_size=1) if one_by_one else traits)
         )
-        num_asked, num_retried = num_asked + 1, max(num_retried, len(rows))
+        num_asked += 1
     failures = tuple(
         RewardFailure(name, row, prompts.texts[row], str(reason)) for row, reason in sorted(answer.reasons.items())
     )
     if not failures or policy.on_error == "drop_group":
-        return RewardBatch(answer.rewards, failures, num_retried)
+        return RewardBatch(answer.rewards, failures)
     first, reason = failures[0], answer.reasons[failures[0].row]
     where = f"for {len(failures)} of {len(prompts)} samples, the first for prompt {shortened(first.prompt)}"
     if num_asked > 1:

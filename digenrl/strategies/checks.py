@@ -54,17 +54,6 @@ def check_trainer(trainer: Trainer, *, precision: str, device: str, num_workers:
             )
 
 
-def accumulated_batches(trainer: Trainer) -> int:
-    """Give the batches of an optimizer step, which a callback may set only once the first epoch begins."""
-    values = [
-        value
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-        if isinstance(callback, GradientAccumulationScheduler)
-        for value in callback.scheduling.values()
-    ]
-    return max([trainer.accumulate_grad_batches, *values])
-
-
 def check_window(staleness: float, accumulate_grad_batches: int) -> None:
     """Check that a step's samples can be stale at all.
 
@@ -98,11 +87,6 @@ def check_algorithm(
         raise ValueError(
             f"`updates_per_rollout` must be 1 with `{name}` {value}, got {module.updates_per_rollout}: its later steps "
             "overlap with the rollout already."
-        )
-    if module.reward_errors.on_error == "drop_group" and accumulate_grad_batches > 1:
-        raise ValueError(
-            f"`on_reward_error` must be raise or retry with `accumulate_grad_batches` {accumulate_grad_batches}, got "
-            "drop_group: gradients of batches of which different numbers of rows are left are added up."
         )
     if RewardTraits.of(module.reward).groupwise and (generation_batch_size or module.group_size) < module.group_size:
         raise ValueError(

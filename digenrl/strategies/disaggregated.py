@@ -20,13 +20,19 @@ from torch.optim import Optimizer
 
 from digenrl.data import PromptData
 from digenrl.engines import Engine, InlineEngine, LocalEngine
-from digenrl.module import VALIDATION_MEAN, DiffusionRLModule, as_prompts
+from digenrl.module import (
+    VALIDATION_MEAN,
+    DiffusionRLModule,
+    accumulated_batches,
+    as_prompts,
+    check_data,
+    check_dropping,
+)
 from digenrl.rewards import RewardTraits, check_picklable
 from digenrl.scheduling import Scheduler, SchedulingPolicy, cut_step
 from digenrl.scheduling.profile import Profile
 from digenrl.strategies import skeleton
 from digenrl.strategies.checks import (
-    accumulated_batches,
     check_algorithm,
     check_trainer,
     check_window,
@@ -266,7 +272,8 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             accumulate_grad_batches=num_accumulated,
             generation_batch_size=self.generation_batch_size,
         )
-        self.module.check_data(trainer)
+        check_data(self.module.reward, trainer.datamodule)  # type: ignore[attr-defined]
+        check_dropping(self.module.reward_errors, trainer)
         if isinstance(trainer.datamodule, PromptData):  # type: ignore[attr-defined]
             self._micro_batch_groups(trainer.datamodule.prompts_per_step)  # type: ignore[attr-defined]
 
@@ -326,18 +333,12 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         # Where an optimizer step follows, trainers make it while this process logs.
         self._unlogged = result
         self._scales = result.gradient_scale, result.row_scale
-        self._note_dropped(result)
+        module.note_dropped_groups(result.num_dropped_groups, len(result.prompts) // module.group_size)
         if trainer.accumulate_grad_batches > 1:
             self._log_result()
         module.next_step += 1
         self._window.add(len(prompts))
         return torch.tensor(loss)
-
-    def _note_dropped(self, result: StepResult) -> None:
-        groups = torch.tensor(result.prompts.group_ids)
-        num_kept = len(groups[self.module.kept_rows(result.rewards, groups)].unique())
-        num_groups = len(result.prompts) // self.module.group_size
-        self.module.note_dropped_groups(num_groups - num_kept, num_groups)
 
     def _log_result(self) -> None:
         """Log what is known of the newest step, once."""

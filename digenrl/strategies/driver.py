@@ -84,6 +84,7 @@ class StepResult:
     """What the accumulated gradient of the policy is to be multiplied by."""
     row_scale: float
     """What all of the gradient is to be multiplied by, since groups were dropped; 0 if none is left."""
+    num_dropped_groups: int
     loss: float
     """Mean over the step's rows."""
     metrics: dict[str, MetricValue]
@@ -157,6 +158,7 @@ class StepDriver:
             book.advantages,
             book.gradient_scale,
             row_scale,
+            book.num_dropped_groups,
             row_scale * (book.gradient_scale * book.loss_sum + book.regularizer_sum) / book.plan.num_rows,
             book.take_metrics(),
             book.finish.num_stale_samples,
@@ -431,6 +433,11 @@ class _StepBook:
         """Planned samples over those that are left; 0 if none is."""
         num_kept = int(self.is_kept.sum())
         return len(self.is_kept) / num_kept if num_kept else 0.0
+
+    @property
+    def num_dropped_groups(self) -> int:
+        """Groups whose reward has failed."""
+        return len(torch.tensor(self.plan.prompts.group_ids)[~self.is_kept].unique())
 
     def prompts_of(self, part: Slice) -> PromptBatch:
         return self.plan.prompts.select(slice(part.start, part.stop))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -221,6 +222,10 @@ def test_dropping_is_refused_where_batches_of_a_window_would_be_weighed_wrongly(
     chosen: Any = DisaggregatedStrategy(engine="inline") if strategy != "auto" else strategy
     with pytest.raises(ValueError, match="`on_reward_error` must be raise or retry with `accumulate_grad_batches` 2"):
         fit(chosen, module=module_with(level_reward), accumulate_grad_batches=2)
+    chosen = DisaggregatedStrategy(engine="inline") if strategy != "auto" else strategy
+    scheduler = GradientAccumulationScheduler({0: 2})
+    with pytest.raises(ValueError, match="`on_reward_error` must be raise or retry with `accumulate_grad_batches` 2"):
+        fit(chosen, module=module_with(level_reward), callbacks=[scheduler])
 
 
 def test_a_gradient_that_is_not_finite_ends_a_colocated_run_before_the_weights_change() -> None:

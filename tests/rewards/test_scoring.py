@@ -45,7 +45,7 @@ def test_only_samples_that_failed_are_asked_about_again() -> None:
     scored = score_samples(reward, MEDIA, PROMPTS, RETRY)
     assert reward.calls == [list(range(16)), [3, 11]]
     assert torch.equal(scored.rewards, MEDIA.flatten())
-    assert (scored.failures, scored.num_retried) == ((), 2)
+    assert scored.failures == ()
 
 
 def test_a_reward_of_groups_is_asked_again_about_whole_groups() -> None:

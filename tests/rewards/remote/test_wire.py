@@ -239,7 +239,7 @@ def test_damaged_media_are_read_or_refused_and_raise_nothing_else(encoding: Any)
 
 def test_a_failed_sample_is_null_with_its_reason_and_an_exception_at_the_other_end() -> None:
     failure = RewardFailure("mine", 1, "a", "returned nan")
-    answer = encode_answer(RewardBatch(torch.tensor([0.1, float("nan"), 0.3]), (failure,), 0))
+    answer = encode_answer(RewardBatch(torch.tensor([0.1, float("nan"), 0.3]), (failure,)))
     assert answer["rewards"][1] is None
     first, second, third = decode_answer(json.dumps(answer, allow_nan=False).encode(), 3, url="http://a:1")
     assert torch.tensor([first, third]).tolist() == torch.tensor([0.1, 0.3]).tolist()

@@ -6,22 +6,26 @@ from digenrl.engines.engine import (
     ObjectRef,
     ObjectStore,
     RemoteTraceback,
+    Requirements,
     Task,
     WorkerDied,
     WorkerError,
     WorkerTimeout,
 )
 from digenrl.engines.inline import InlineEngine
+from digenrl.engines.joined import JoinedTask
 from digenrl.engines.local import LocalEngine
 
 __all__ = [
     "Engine",
     "InlineEngine",
+    "JoinedTask",
     "LocalEngine",
     "ObjectLost",
     "ObjectRef",
     "ObjectStore",
     "RemoteTraceback",
+    "Requirements",
     "Task",
     "WorkerDied",
     "WorkerError",

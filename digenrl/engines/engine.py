@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+_DRIVER_HOST = "localhost"
 
 
 class WorkerError(RuntimeError):
@@ -15,6 +17,14 @@ class WorkerError(RuntimeError):
 
 class WorkerDied(WorkerError):
     """A worker's process ended."""
+
+    def __init__(self, message: str, worker: str = "") -> None:
+        super().__init__(message, worker)
+        self.worker = worker
+        """Which one."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class ObjectLost(WorkerError):
@@ -43,13 +53,23 @@ class Task:
         self.name = name
         self.timeout_s = timeout_s
         self.deadline_s = time.monotonic() + timeout_s
-        self.is_done = False
+        self._is_done = False
         self._value: Any = None
         self._error: BaseException | None = None
 
+    @property
+    def is_done(self) -> bool:
+        """Whether there is a result, or an error."""
+        return self._is_done
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether `result` would raise."""
+        return self._error is not None
+
     def finish(self, value: Any = None, error: BaseException | None = None) -> None:
         """Record the outcome."""
-        self.is_done, self._value, self._error = True, value, error
+        self._is_done, self._value, self._error = True, value, error
 
     def result(self) -> Any:
         """Give the returned value, or raise the error that the worker raised."""
@@ -92,6 +112,17 @@ class ObjectStore(ABC):
         """Let go of objects that this worker keeps; readers that have them keep them."""
 
 
+@dataclass(frozen=True)
+class Requirements:
+    """What a worker needs of the machine that it runs on."""
+
+    role: str
+    """Workers of a role are placed together where possible."""
+    num_gpus: int = 0
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """Further ones, by the names that the cluster has given them."""
+
+
 WorkerFactory = Callable[[ObjectStore], Any]
 """Makes the object whose methods are the worker's tasks; must be picklable by cloudpickle."""
 
@@ -121,6 +152,34 @@ class Engine(ABC):
         self.task_timeout_s = task_timeout_s
         self.bytes_received = 0
         """Bytes of results that came to the driver; what a test of "the driver never holds a trajectory" counts."""
+
+    def reserve(self, workers: Mapping[str, Requirements]) -> None:  # noqa: B027 (one host needs nothing)
+        """Set aside what workers that will be started need; an engine of one host leaves that to the system.
+
+        Raises:
+            ValueError: the machines do not have it; the message says what they have.
+        """
+
+    def host(self, worker: str) -> str:
+        """Give a name of the host that a running worker is on; equal names are the same host."""
+        return _DRIVER_HOST
+
+    @property
+    def driver_address(self) -> str:
+        """Network address under which workers reach this process."""
+        return "127.0.0.1"
+
+    def clock_offset_s(self, worker: str) -> float:
+        """Give what is to be added to a worker's `time.monotonic()` to have this process's; 0 on the same host."""
+        return 0.0
+
+    def adopt(self, ref: ObjectRef) -> ObjectRef:
+        """Keep an object alive though its maker may die; the driver's `store.free` lets go of it.
+
+        Raises:
+            ObjectLost: its maker is gone already.
+        """
+        return ref
 
     @abstractmethod
     def start(self, worker: str, factory: WorkerFactory, *, env: Mapping[str, str] | None = None) -> None:

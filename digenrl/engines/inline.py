@@ -53,7 +53,7 @@ class InlineEngine(Engine):
         """Run the call now; an error is kept for `Task.result`."""
         task = Task(worker, method, self.task_timeout_s)
         if worker not in self._workers:
-            task.finish(error=WorkerDied(f"worker {worker} is not running, task `{task.name}`."))
+            task.finish(error=WorkerDied(f"worker {worker} is not running, task `{task.name}`.", worker))
             return task
         try:
             task.finish(getattr(self._workers[worker], method)(*args, **kwargs))

@@ -149,7 +149,7 @@ class LocalEngine(Engine):
             if isinstance(error, ObjectLost) and self._has_died(error.args[0]):
                 # A reader may miss an object before the death of its maker, the cause, is noticed here.
                 died = f"worker {error.args[0]} {self._causes[error.args[0]]}"
-                error = WorkerDied(f"{died}, task `{task.name}` on worker {worker} needed what it kept.")
+                error = WorkerDied(f"{died}, task `{task.name}` on worker {worker} needed what it kept.", error.args[0])
             error.__cause__ = RemoteTraceback(f"in worker {worker}, task `{task.name}`:\n{text}")
             task.finish(error=error)
 
@@ -170,7 +170,7 @@ class LocalEngine(Engine):
 
     def _death(self, task: Task) -> WorkerDied:
         return WorkerDied(
-            f"worker {task.worker} {self._causes.get(task.worker, 'is not running')}, task `{task.name}`."
+            f"worker {task.worker} {self._causes.get(task.worker, 'is not running')}, task `{task.name}`.", task.worker
         )
 
     def _dump_stacks(self, worker: str) -> None:

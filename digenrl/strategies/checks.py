@@ -54,6 +54,29 @@ def check_trainer(trainer: Trainer, *, precision: str, device: str, num_workers:
             )
 
 
+def check_ranks(*, engine: str, trainers: int, devices_per_generator: int, sharding: str, grad_sync: str) -> None:
+    """Check what several processes that compute together need.
+
+    Raises:
+        ValueError: a setting that needs more processes, or other ones.
+    """
+    for name, value in {"trainers": trainers, "devices_per_generator": devices_per_generator}.items():
+        if engine == "inline" and value > 1:
+            raise ValueError(
+                f"`{name}` must be 1 with engine `inline`, got {value}: ranks need processes of their own."
+            )
+    if sharding != "none" and trainers == 1:
+        raise ValueError(
+            f"`sharding` {sharding} shares the policy among trainers, but `trainers` is 1: raise it, or leave "
+            "`sharding` at none."
+        )
+    if grad_sync == "micro_batch" and sharding == "none":
+        raise ValueError(
+            "`grad_sync` micro_batch saves memory with `sharding` fsdp or hybrid only: without, each trainer holds a "
+            "whole gradient anyway."
+        )
+
+
 def check_window(staleness: float, accumulate_grad_batches: int) -> None:
     """Check that a step's samples can be stale at all.
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import cloudpickle
 import torch
@@ -34,6 +35,7 @@ from digenrl.scheduling.profile import Profile
 from digenrl.strategies import skeleton
 from digenrl.strategies.checks import (
     check_algorithm,
+    check_ranks,
     check_trainer,
     check_window,
     micro_batch_groups,
@@ -44,7 +46,7 @@ from digenrl.strategies.optimizers import OptimizerSpec, changed_settings, hyper
 from digenrl.strategies.pool import WorkerPool
 from digenrl.strategies.single_process import SingleProcessStrategy
 from digenrl.strategies.step_window import StepWindow
-from digenrl.strategies.workers import Span, StepReport
+from digenrl.strategies.workers import GradientSync, Sharding, Span, StepReport, WorkerSettings
 from digenrl.types import PromptBatch
 
 log = logging.getLogger(__name__)
@@ -53,7 +55,9 @@ _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_a
 
 _FREE_WITHIN_S = 10.0  # of an error; a trainer that is not keeps its state
 
-_ENGINES: dict[str, type[Engine]] = {"inline": InlineEngine, "local": LocalEngine}
+EngineName = Literal["auto", "local", "ray", "inline"]
+
+WeightPlaneName = Literal["auto", "shared_memory", "object_store", "collective"]
 
 
 class DisaggregatedStrategy(SingleProcessStrategy):
@@ -79,15 +83,30 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         generators: int = 1,
         trainers: int = 1,
         *,
-        engine: Literal["local", "inline"] = "local",
+        devices_per_generator: int = 1,
+        reward_workers: int = 0,
+        engine: EngineName = "auto",
         groups_per_micro_batch: int | Literal["all"] = 1,
         generation_batch_size: int | None = None,
-        timestep_batch_size: int | Literal["all"] = "all",
+        timestep_batch_size: int | Literal["all", "auto"] = "all",
         trainer_assist: str = "optimal",
         assist_switch: Literal["none", "offload"] = "none",
         staleness: float = 0.0,
         staleness_mode: Literal["cap", "exact"] = "cap",
-        reward_workers: int = 0,
+        sharding: Sharding = "none",
+        grad_sync: GradientSync = "step",
+        weight_plane: WeightPlaneName = "auto",
+        max_restarts: int = 0,
+        snapshot: str = "every_step",
+        gradient_checkpointing: bool = False,
+        compile_blocks: bool = False,
+        attention_backend: str | None = None,
+        offload_optimizer: bool = False,
+        generator_resources: Mapping[str, float] | None = None,
+        trainer_resources: Mapping[str, float] | None = None,
+        reward_worker_resources: Mapping[str, float] | None = None,
+        ray_address: str | None = None,
+        ray_runtime_env: Mapping[str, Any] | None = None,
         task_timeout_s: float = 3600.0,
     ) -> None:
         """Describe the workers and the pipeline; nothing is started.
@@ -95,18 +114,43 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         Args:
             generators: workers that make and score samples.
             trainers: data-parallel workers that train.
-            engine: `"local"` runs each worker in a process of its own, `"inline"` all in this one, for debugging.
+            devices_per_generator: devices that make a generator's samples together, each with a share of the policy's
+                blocks, for a policy that one device cannot hold.
+            reward_workers: workers that only score; 0 lets the maker of a sample score it.
+            engine: `"local"` runs each worker in a process of this host, `"ray"` on the hosts of a Ray cluster,
+                `"inline"` all in this process, for debugging. `"auto"` is `"ray"` if there is a `ray_address`, the
+                environment has `RAY_ADDRESS` or the Trainer's `num_nodes` is above 1, and else `"local"`.
             groups_per_micro_batch: prompt groups that are generated, scored and trained as a unit; `"all"` waits
                 for the whole step before training begins.
             generation_batch_size: most samples that a generator makes at a time; None sets no bound.
-            timestep_batch_size: timesteps trained in one forward and backward (timestep parallelism).
+            timestep_batch_size: timesteps trained in one forward and backward (timestep parallelism); `"auto"` takes
+                as many as fit into memory.
             trainer_assist: whether trainers generate where that ends the step earlier: `"off"`, `"static:K"` (K
                 micro-batches a step), `"search"` (at bubbles) or `"optimal"`.
             assist_switch: `"offload"` moves gradients and optimizer state to host memory while a trainer generates.
             staleness: largest fraction of a step's samples that may be made with the weights before its own, while
                 those are still being trained, in [0, 1); 0 is strictly on-policy.
             staleness_mode: `"cap"` makes them early as timing allows, `"exact"` the same ones in every run.
-            reward_workers: workers that only score; 0 lets the maker of a sample score it.
+            sharding: how trainers hold the policy's blocks: `"none"`, each all of them; `"fsdp"`, each a share
+                (FSDP2); `"hybrid"`, each a share of what its host holds, all hosts alike.
+            grad_sync: when sharded trainers sum up their gradients: once a `"step"`, for which each holds a whole
+                gradient, or with each `"micro_batch"`, for which it holds a share.
+            weight_plane: how weights travel: `"shared_memory"` of one host, `"object_store"` of the engine, or
+                `"collective"` (gloo, NCCL); `"auto"` takes shared memory where all workers are on one host, and else
+                the object store.
+            max_restarts: how many times in a run workers that die are started again; 0 ends the run with the first.
+            snapshot: how often trainers keep their state for that: `"every_step"`, `"every_N"` steps, N a number, or
+                `"off"`, with which the death of a trainer ends the run.
+            gradient_checkpointing: compute the activations of the policy's blocks again in the backward.
+            compile_blocks: run the policy's blocks through `torch.compile`.
+            attention_backend: of diffusers' attention dispatcher, such as `"flash"`; None leaves the policy as it is.
+            offload_optimizer: keep the optimizer's state in host memory between its steps.
+            generator_resources: what each of a generator's devices needs of a Ray cluster beside a GPU, such as
+                `{"accelerator_type:H100": 1}`.
+            trainer_resources: the same for each trainer.
+            reward_worker_resources: the same for each reward worker.
+            ray_address: of a Ray cluster, as `ray.init` takes it; None is that of the environment, or starts one here.
+            ray_runtime_env: what `ray.init` is to ship to workers in place of the working directory.
             task_timeout_s: seconds after which a worker's task is given up; the error names both.
 
         Raises:
@@ -115,24 +159,34 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         for name, value in {
             "generators": generators,
             "trainers": trainers,
+            "devices_per_generator": devices_per_generator,
             "generation_batch_size": generation_batch_size,
             "groups_per_micro_batch": None if groups_per_micro_batch == "all" else groups_per_micro_batch,
-            "timestep_batch_size": None if timestep_batch_size == "all" else timestep_batch_size,
+            "timestep_batch_size": None if timestep_batch_size in ("all", "auto") else timestep_batch_size,
         }.items():
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"`{name}` is a count and must be at least 1, got {value!r}.")
-        if not isinstance(reward_workers, int) or reward_workers < 0:
-            raise ValueError(f"`reward_workers` is a count and must be at least 0, got {reward_workers!r}.")
-        if assist_switch not in ("none", "offload"):
-            raise ValueError(f"`assist_switch` must be none or offload, got {assist_switch!r}.")
-        if engine not in _ENGINES:
-            raise ValueError(f"`engine` must be one of {', '.join(_ENGINES)}, got {engine!r}.")
-        if engine == "inline" and trainers > 1:
-            raise ValueError(
-                f"`trainers` must be 1 with engine `inline`, got {trainers}: ranks need processes of their own."
-            )
+        for name, value in {"reward_workers": reward_workers, "max_restarts": max_restarts}.items():
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"`{name}` is a count and must be at least 0, got {value!r}.")
+        for name, choice, choices in (
+            ("assist_switch", assist_switch, ("none", "offload")),
+            ("engine", engine, get_args(EngineName)),
+            ("sharding", sharding, get_args(Sharding)),
+            ("grad_sync", grad_sync, get_args(GradientSync)),
+            ("weight_plane", weight_plane, get_args(WeightPlaneName)),
+        ):
+            if choice not in choices:
+                raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {choice!r}.")
         if task_timeout_s <= 0:
             raise ValueError(f"`task_timeout_s` must be above 0, got {task_timeout_s}.")
+        check_ranks(
+            engine=engine,
+            trainers=trainers,
+            devices_per_generator=devices_per_generator,
+            sharding=sharding,
+            grad_sync=grad_sync,
+        )
         super().__init__()
         self.generators = generators
         self.trainers = trainers
@@ -143,6 +197,23 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         self.scheduling_policy = SchedulingPolicy(trainer_assist, staleness, staleness_mode)
         self.assist_switch = assist_switch
         self.reward_workers = reward_workers
+        self.devices_per_generator = devices_per_generator
+        self.sharding: Sharding = sharding
+        self.grad_sync: GradientSync = grad_sync
+        self.weight_plane: WeightPlaneName = weight_plane
+        self.max_restarts = max_restarts
+        self.snapshot = snapshot
+        self.gradient_checkpointing = gradient_checkpointing
+        self.compile_blocks = compile_blocks
+        self.attention_backend = attention_backend
+        self.offload_optimizer = offload_optimizer
+        self.resources = {
+            "generator": dict(generator_resources or {}),
+            "trainer": dict(trainer_resources or {}),
+            "reward_worker": dict(reward_worker_resources or {}),
+        }
+        self.ray_address = ray_address
+        self.ray_runtime_env = ray_runtime_env
         self.task_timeout_s = task_timeout_s
         self.policy_version = 0
         """Optimizer steps that the trainers' weights have seen."""
@@ -186,20 +257,46 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         trainer = self._trainer
         self._check(trainer)
         if self._pool is None:
-            engine = _ENGINES[self.engine](self.task_timeout_s)
             self._pool = WorkerPool(
-                engine,
+                self._make_engine(),
+                self._worker_settings(),
                 num_generators=self.generators,
                 num_trainers=self.trainers,
                 num_reward_workers=self.reward_workers,
-                device=self._worker_device,
-                precision="bf16-mixed" if self.precision_plugin.precision == "bf16-mixed" else "32-true",
-                offloads_to_assist=self.assist_switch == "offload",
+                devices_per_generator=self.devices_per_generator,
+                resources=self.resources,
             )
             weakref.finalize(self, self._pool.shutdown)
+            self._pool.reserve(trains=trainer.state.fn == TrainerFn.FITTING)
             self._pool.start_generators()
         if trainer.state.fn == TrainerFn.FITTING and not self._pool.trainers:
             self._pool.start_trainers()
+
+    def _make_engine(self) -> Engine:
+        if self._engine_name == "inline":
+            return InlineEngine(self.task_timeout_s)
+        return LocalEngine(self.task_timeout_s)
+
+    @property
+    def _engine_name(self) -> str:
+        """The engine that was chosen, or that `"auto"` stands for."""
+        if self.engine != "auto":
+            return self.engine
+        is_cluster = self.ray_address is not None or "RAY_ADDRESS" in os.environ or self.num_nodes > 1
+        return "ray" if is_cluster else "local"
+
+    def _worker_settings(self) -> WorkerSettings:
+        return WorkerSettings(
+            device=self._worker_device,
+            precision="bf16-mixed" if self.precision_plugin.precision == "bf16-mixed" else "32-true",
+            sharding=self.sharding,
+            grad_sync=self.grad_sync,
+            offloads_to_assist=self.assist_switch == "offload",
+            offloads_optimizer=self.offload_optimizer,
+            gradient_checkpointing=self.gradient_checkpointing,
+            compiles_blocks=self.compile_blocks,
+            attention_backend=self.attention_backend,
+        )
 
     def setup(self, trainer: Trainer) -> None:
         """Connect trainers with generators and make the optimizer.
@@ -222,7 +319,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             )
 
     def _make_driver(self) -> StepDriver:
-        num_timesteps = None if self.timestep_batch_size == "all" else self.timestep_batch_size
+        num_timesteps = None if isinstance(self.timestep_batch_size, str) else self.timestep_batch_size
         return StepDriver(self.pool, self._make_scheduler(), self.module, timestep_batch_size=num_timesteps)
 
     def _make_scheduler(self) -> Scheduler:
@@ -438,7 +535,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             group_size=self.module.group_size,
             generators=self.generators,
             trainers=self.trainers,
-            timestep_batch_size=self.timestep_batch_size,
+            timestep_batch_size=None if self.timestep_batch_size == "auto" else self.timestep_batch_size,
         )
 
     def validation_step(self, batch: Any, *args: Any) -> None:
@@ -532,7 +629,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
 
     @property
     def _num_workers(self) -> int:
-        return self.generators + self.trainers + self.reward_workers
+        return self.generators * self.devices_per_generator + self.trainers + self.reward_workers
 
     def _pause(self) -> None:
         """Bring the generators up to date and keep them free."""

@@ -221,14 +221,13 @@ class StepDriver:
         match action:
             case Generate(part, generator):
                 book = self._steps[part.step]
-                method = "generate" if self._pool.reward_workers else "generate_and_score"
-                task = self._engine.submit(generator, method, book.prompts_of(part))
+                task = self._pool.generate(generator, book.prompts_of(part))
                 self._pending[task] = partial(self._on_generated, part, generator, task, book)
             case Score(part, worker) if part in self._scored:
                 self._events.append(self._take_score(part, worker, self._scored.pop(part)))
             case Score(part, worker):
                 book = self._steps[part.step]
-                task = self._engine.submit(worker, "score", book.trajectories[part])
+                task = self._pool.score(worker, book.trajectories[part])
                 self._pending[task] = partial(self._on_scored, part, worker, task, book)
             case LoadWeights(generator, version):
                 task = self._pool.load_weights(generator, version)
@@ -247,7 +246,7 @@ class StepDriver:
 
     def _on_generated(self, part: Slice, generator: str, task: Task, book: _StepBook) -> list[Event]:
         report: GenerateReport = task.result()
-        book.trajectories[part] = report.trajectory
+        book.trajectories[part] = report.trajectories
         book.metrics.join(report.metrics)
         self._spans.append(WorkerSpan(generator, "generate", str(part), report.span))
         if report.score is not None:
@@ -325,13 +324,17 @@ class StepDriver:
         for rank, trainer in enumerate(ranks):
             parts = micro_batch.slices[rank :: len(ranks)]
             prompts = [book.prompts_of(part) for part in parts]
-            task = self._engine.submit(trainer, "assist", prompts, scores=not self._pool.reward_workers)
+            num_missing = -(-len(micro_batch.slices) // len(ranks)) - len(parts)
+            follows = [book.prompts_of(micro_batch.slices[0])] * (num_missing if self._pool.shards_trainers else 0)
+            task = self._engine.submit(
+                trainer, "assist", prompts, scores=not self._pool.reward_workers, follows=follows
+            )
             self._expect_from_rank(trainer, micro_batch, task, partial(self._on_assist_report, parts, trainer, book))
 
     def _on_assist_report(
         self, parts: Sequence[Slice], trainer: str, book: _StepBook, micro_batch: MicroBatch, report: AssistReport
     ) -> float:
-        book.trajectories.update(zip(parts, report.trajectories, strict=True))
+        book.trajectories.update((part, (ref,)) for part, ref in zip(parts, report.trajectories, strict=True))
         for part, rewards in zip(parts, report.rewards, strict=False):  # none where reward workers score
             self._note_rewards(part, rewards, book)
         book.metrics.join(report.metrics)
@@ -349,7 +352,7 @@ class StepDriver:
         return self._engine.submit(
             trainer,
             "update",
-            [book.trajectories[part] for part in micro_batch.slices],
+            [ref for part in micro_batch.slices for ref in book.trajectories[part]],
             book.rewards[rows].tolist(),
             book.advantages[rows].tolist(),
             num_rows=book.plan.num_rows,
@@ -396,7 +399,7 @@ class StepDriver:
     def _free(self, book: _StepBook) -> None:
         """Let go of a step's trajectories; nobody reads them any more."""
         by_worker: dict[str, list[ObjectRef]] = {}
-        for ref in book.trajectories.values():
+        for ref in (ref for refs in book.trajectories.values() for ref in refs):
             by_worker.setdefault(ref.worker, []).append(ref)
         for worker, refs in by_worker.items():
             # Not waited for: a generator may be in the middle of the next step.
@@ -414,7 +417,7 @@ class _StepBook:
     rewards: Tensor = field(init=False)
     advantages: Tensor = field(init=False)
     gradient_scale: float = 1.0
-    trajectories: dict[Slice, ObjectRef] = field(default_factory=dict)
+    trajectories: dict[Slice, tuple[ObjectRef, ...]] = field(default_factory=dict)
     unreported_ranks: dict[MicroBatch, dict[str, float | None]] = field(default_factory=dict)
     loss_sum: float = 0.0
     regularizer_sum: float = 0.0

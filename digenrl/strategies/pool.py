@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from digenrl.engines import Engine, ObjectRef, Task
+from digenrl.engines import Engine, JoinedTask, ObjectRef, Requirements, Task
 from digenrl.strategies.optimizers import OptimizerSpec
 from digenrl.strategies.skeleton import ModuleOutline
 from digenrl.strategies.weight_planes import SharedMemoryPlane, WeightPlane, WeightSyncError
-from digenrl.strategies.workers import BuildReport, LogCall, Precision, StepReport, Worker
+from digenrl.strategies.workers import (
+    BuildReport,
+    LogCall,
+    RankGroup,
+    StepReport,
+    Worker,
+    WorkerSettings,
+    even_shares,
+    join_generate_reports,
+    join_score_reports,
+    join_spans,
+)
 from digenrl.types import PromptBatch
 
 
@@ -28,38 +40,103 @@ class WorkerPool:
     def __init__(
         self,
         engine: Engine,
+        settings: WorkerSettings,
         *,
         num_generators: int,
         num_trainers: int,
         num_reward_workers: int,
-        device: str,
-        precision: Precision,
-        offloads_to_assist: bool,
+        devices_per_generator: int = 1,
+        resources: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
+        """Describe the workers; `resources` are what those of a role need beside a device, by role."""
         self.engine = engine
         self.generators = tuple(f"generator-{index}" for index in range(num_generators))
         self.reward_workers = tuple(f"reward-worker-{index}" for index in range(num_reward_workers))
         self.trainers: tuple[str, ...] = ()
+        self.shards_trainers = settings.sharding != "none" and num_trainers > 1
+        self._settings = settings
+        self._ranks = {
+            generator: (generator,)
+            if devices_per_generator == 1
+            else tuple(f"{generator}-rank-{rank}" for rank in range(devices_per_generator))
+            for generator in self.generators
+        }
         self._num_trainers = num_trainers
-        self._device = device
-        self._precision: Precision = precision
-        self._offloads_to_assist = offloads_to_assist
+        self._resources = resources or {}
         self._plane: WeightPlane = SharedMemoryPlane(engine)
         self._built: set[str] = set()
         self._rendezvous: TCPStore | None = None
+        self._num_groups = 0
+        self._devices: dict[str, int] = {}
+        """Index of each worker's device among those of a host, where one host has all."""
 
     # ---- set-up --------------------------------------------------------------------------------------------
 
+    @property
+    def generator_ranks(self) -> tuple[str, ...]:
+        """All ranks of all generators."""
+        return tuple(rank for generator in self.generators for rank in self._ranks[generator])
+
+    def reserve(self, *, trains: bool) -> None:
+        """Set aside the machines' resources for all workers.
+
+        Raises:
+            ValueError: the machines do not have them.
+        """
+        trainers = tuple(f"trainer-{rank}" for rank in range(self._num_trainers)) if trains else ()
+        roles = {"generator": self.generator_ranks, "reward_worker": self.reward_workers, "trainer": trainers}
+        num_gpus = 1 if self._settings.device == "cuda" else 0
+        self.engine.reserve(
+            {
+                worker: Requirements(role, num_gpus, self._resources.get(role, {}))
+                for role, workers in roles.items()
+                for worker in workers
+            }
+        )
+
     def start_generators(self) -> None:
         """Start the generators, and the reward workers that score for them."""
-        for index, worker in enumerate((*self.generators, *self.reward_workers)):
-            self.engine.start(worker, Worker, env=self._environment(index))
+        for worker in (*self.generator_ranks, *self.reward_workers):
+            self._start(worker)
+        for generator in self.generators:
+            if len(self._ranks[generator]) > 1:
+                self._join(generator, self._ranks[generator])
 
     def start_trainers(self) -> None:
-        """Start the trainers."""
+        """Start the trainers and let them meet."""
         self.trainers = tuple(f"trainer-{rank}" for rank in range(self._num_trainers))
-        for index, worker in enumerate(self.trainers, len(self.generators) + len(self.reward_workers)):
-            self.engine.start(worker, Worker, env=self._environment(index))
+        for worker in self.trainers:
+            self._start(worker)
+        self._join("trainers", self.trainers)
+
+    def _start(self, worker: str) -> None:
+        index = self._devices.setdefault(worker, len(self._devices))
+        env = {"CUDA_VISIBLE_DEVICES": str(index)} if self._settings.device == "cuda" else {}
+        self.engine.start(worker, Worker, env=env)
+
+    def _join(self, name: str, ranks: Sequence[str]) -> None:
+        """Let the ranks of a group meet."""
+        if len(ranks) > 1 and self._rendezvous is None:
+            self._rendezvous = TCPStore(self.engine.driver_address, 0, is_master=True, wait_for_workers=False)
+        self._num_groups += 1
+        hosts = tuple(self.engine.host(rank) for rank in ranks)
+        groups = [
+            RankGroup(
+                self.engine.driver_address,
+                self._rendezvous.port if self._rendezvous is not None else 0,
+                f"{name}-{self._num_groups}",
+                rank,
+                hosts,
+                self.engine.task_timeout_s,
+            )
+            for rank in range(len(ranks))
+        ]
+        self.engine.gather(
+            [
+                self.engine.submit(worker, "join_group", group, self._settings)
+                for worker, group in zip(ranks, groups, strict=True)
+            ]
+        )
 
     def build(self, module: bytes) -> tuple[ModuleOutline, ...]:
         """Have the workers that are new build the pickled module; returns its outline.
@@ -67,17 +144,16 @@ class WorkerPool:
         Raises:
             WeightSyncError: workers built different weights, trained ones aside, which are synchronized.
         """
-        started = (*self.generators, *self.reward_workers, *self.trainers)
+        started = (*self.generator_ranks, *self.reward_workers, *self.trainers)
         new = [worker for worker in started if worker not in self._built]
         tasks = [
             self.engine.submit(
                 worker,
                 "build",
                 module,
-                self._device,
-                self._precision,
-                offloads_to_assist=self._offloads_to_assist,
-                sets_up_reward=worker in (self.reward_workers or self.generators),
+                self._settings,
+                trains=worker in self.trainers,
+                sets_up_reward=worker in (self.reward_workers or self.generator_ranks),
             )
             for worker in new
         ]
@@ -92,25 +168,8 @@ class WorkerPool:
         return reports[0].outlines
 
     def connect_trainers(self, version: int) -> None:
-        """Let the trainers meet, and give their weights to the generators."""
-        if self._num_trainers > 1:
-            self._rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port = self._rendezvous.port if self._rendezvous is not None else 0
-        self.engine.gather(
-            [
-                self.engine.submit(
-                    trainer,
-                    "join_group",
-                    "127.0.0.1",
-                    port,
-                    rank,
-                    self._num_trainers,
-                    self.engine.task_timeout_s,
-                )
-                for rank, trainer in enumerate(self.trainers)
-            ]
-        )
-        self._plane.setup(self.trainers, self.generators)
+        """Give the trainers' weights to the generators."""
+        self._plane.setup(self.trainers, self.generator_ranks)
         self.publish(version, must_change=False)
         self.engine.gather([self.load_weights(generator, version) for generator in self.generators])
 
@@ -120,9 +179,31 @@ class WorkerPool:
 
     def resume(self, version: int, seed: int) -> None:
         """Have all workers continue at `version`."""
-        self._call([*self.generators, *self.trainers], "resume", version, seed)
+        self._call([*self.generator_ranks, *self.trainers], "resume", version, seed)
 
     # ---- steps ---------------------------------------------------------------------------------------------
+
+    def generate(self, generator: str, prompts: PromptBatch) -> Task:
+        """Have a generator make samples, and score them unless reward workers do; the result is a `GenerateReport`.
+
+        Several devices share the samples; those that get none go along, since all hold a share of the weights.
+        """
+        method = "generate" if self.reward_workers else "generate_and_score"
+        ranks = self._ranks[generator]
+        if len(ranks) == 1:
+            return self.engine.submit(generator, method, prompts)
+        calls = []
+        for rank, (start, stop) in zip(ranks, even_shares(len(prompts), len(ranks)), strict=True):
+            share = prompts.select(slice(start, stop)) if stop > start else prompts.select(slice(1))
+            calls.append(self.engine.submit(rank, method, share, follows=stop == start))
+        return JoinedTask(generator, calls, join_generate_reports)
+
+    def score(self, worker: str, trajectories: Sequence[ObjectRef]) -> Task:
+        """Have a worker score samples; several devices of a generator score those they have made."""
+        if worker not in self._ranks or len(self._ranks[worker]) == 1:
+            return self.engine.submit(worker, "score", trajectories)
+        calls = [self.engine.submit(ref.worker, "score", [ref]) for ref in trajectories]
+        return JoinedTask(worker, calls, join_score_reports)
 
     def optimizer_step(
         self,
@@ -156,7 +237,8 @@ class WorkerPool:
 
     def load_weights(self, generator: str, version: int) -> Task:
         """Queue a generator's load of the published weights; its result is the `Span` it took."""
-        return self._plane.load(generator, version)
+        loads = [self._plane.load(rank, version) for rank in self._ranks[generator]]
+        return loads[0] if len(loads) == 1 else JoinedTask(generator, loads, join_spans)
 
     # ---- evaluation ----------------------------------------------------------------------------------------
 
@@ -176,10 +258,15 @@ class WorkerPool:
         """
         shares = self._generators_shares(batch, units)
         tasks = [
-            self.engine.submit(generator, "evaluation_step", hook, share, *args) for generator, share in shares.items()
+            self._on_ranks(generator, "evaluation_step", hook, share, *args) for generator, share in shares.items()
         ]
         logged = self.engine.gather(tasks)
         return [[(len(share), call) for call in calls] for share, calls in zip(shares.values(), logged, strict=True)]
+
+    def _on_ranks(self, generator: str, method: str, *args: Any) -> Task:
+        """Have all devices of a generator do the same together; the first one's result counts."""
+        tasks = [self.engine.submit(rank, method, *args) for rank in self._ranks[generator]]
+        return tasks[0] if len(tasks) == 1 else JoinedTask(generator, tasks, itemgetter(0))
 
     def validate(
         self, batch: Sequence[Any], batch_idx: int, *, units: Sequence[int] | None = None
@@ -187,7 +274,7 @@ class WorkerPool:
         """Make a validation batch on the generators and score it on the reward workers; see `evaluate`."""
         shares = self._generators_shares(batch, units)
         making = [
-            self.engine.submit(generator, "validation_samples", share, batch_idx) for generator, share in shares.items()
+            self._on_ranks(generator, "validation_samples", share, batch_idx) for generator, share in shares.items()
         ]
         scorers = itertools.cycle(self.reward_workers)
         scoring = []
@@ -202,15 +289,19 @@ class WorkerPool:
         borders = range(len(batch) + 1) if units is None else units
         return {
             generator: batch[borders[start] : borders[stop]]
-            for generator, (start, stop) in zip(self.generators, self._shares(len(borders) - 1), strict=True)
+            for generator, (start, stop) in zip(
+                self.generators, even_shares(len(borders) - 1, len(self.generators)), strict=True
+            )
             if stop > start
         }
 
     def sample(self, prompts: PromptBatch) -> Tensor:
         """Make deterministic samples on the generators: media [B, (F), C, H, W] in [0, 1]."""
         tasks = [
-            self.engine.submit(generator, "sample", prompts.select(slice(start, stop)))
-            for generator, (start, stop) in zip(self.generators, self._shares(len(prompts)), strict=True)
+            self._on_ranks(generator, "sample", prompts.select(slice(start, stop)))
+            for generator, (start, stop) in zip(
+                self.generators, even_shares(len(prompts), len(self.generators)), strict=True
+            )
             if stop > start
         ]
         return torch.cat(self.engine.gather(tasks))
@@ -220,7 +311,7 @@ class WorkerPool:
     @property
     def _keeper(self) -> str:
         """Whose state is that of the run."""
-        return (self.trainers or self.generators)[0]
+        return (self.trainers or self.generator_ranks)[0]
 
     def await_state(self, timeout_s: float) -> None:
         """Wait until the worker whose state is fetched is free.
@@ -236,7 +327,7 @@ class WorkerPool:
 
     def push_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> None:
         """Replace the weights of all workers."""
-        self._push([*self.trainers, *self.generators], "load_state_dict", dict(state_dict), strict)
+        self._push([*self.trainers, *self.generator_ranks], "load_state_dict", dict(state_dict), strict)
 
     def fetch_optimizer_state(self) -> dict[str, Any]:
         """Fetch the optimizer's state by parameter name."""
@@ -266,13 +357,6 @@ class WorkerPool:
 
     def _call(self, workers: Sequence[str], method: str, *args: Any) -> list[Any]:
         return self.engine.gather([self.engine.submit(worker, method, *args) for worker in workers])
-
-    def _shares(self, num_rows: int) -> list[tuple[int, int]]:
-        count = len(self.generators)
-        return [(index * num_rows // count, (index + 1) * num_rows // count) for index in range(count)]
-
-    def _environment(self, index: int) -> dict[str, str]:
-        return {"CUDA_VISIBLE_DEVICES": str(index)} if self._device == "cuda" else {}
 
 
 def _clone_tensors(value: Any) -> Any:

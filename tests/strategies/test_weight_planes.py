@@ -20,7 +20,7 @@ from digenrl.strategies.weight_planes import (
     WeightSyncError,
     weights_digest,
 )
-from digenrl.strategies.workers import Span, Worker
+from digenrl.strategies.workers import Span, Worker, WorkerSettings
 from tests.toy import ToyPolicy, toy_module
 
 
@@ -177,7 +177,7 @@ class SlowReader(PlaneWorker):
 
 def build(engine: Engine, name: str, factory: type[PlaneWorker], module: FlowGRPO | None = None) -> None:
     engine.start(name, factory)
-    engine.call(name, "build", cloudpickle.dumps(module or toy_module()), "cpu", "32-true")
+    engine.call(name, "build", cloudpickle.dumps(module or toy_module()), WorkerSettings())
 
 
 def plane_of(engine: Engine, workers: dict[str, type[PlaneWorker]]) -> SharedMemoryPlane:

@@ -11,11 +11,12 @@ VLLM_VENV := .venv-vllm
 
 BASE := runs/digits/base.safetensors
 
-.PHONY: help quickstart test lint types contract unit test-vllm format clean
+.PHONY: help quickstart test lint types contract unit test-scale test-vllm format clean
 
 help:
 	@echo "make quickstart   train the digits example and say where its results are (about three minutes, first time)"
 	@echo "make test         linters, types, import contract and all tests"
+	@echo "make test-scale   Ray clusters, killed workers, long runs (several minutes)"
 	@echo "make test-vllm    a real vLLM on the CPU as judge, in an environment of its own (3.5 GB, several minutes)"
 	@echo "make format       format the code"
 	@echo "make clean        remove the environment and all results"
@@ -41,6 +42,9 @@ contract: $(VENV)/.test
 
 unit: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-scale: $(VENV)/.test
+	DIGENRL_SCALE_TESTS=1 $(BIN)/python -m pytest --timeout 600 tests/scale
 
 test-vllm: $(VENV)/.test $(VLLM_VENV)/.vllm
 	DIGENRL_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest tests/vllm

@@ -52,6 +52,9 @@ class ToyPolicy(DiffusionPolicy):
     def sigmas(self, num_steps: int) -> Tensor:
         return flow_match_sigmas(num_steps)
 
+    def blocks(self) -> nn.ModuleList:
+        return self.blocks_
+
 
 def level_reward(media: Tensor, prompts: PromptBatch) -> Tensor:
     """Wants the mean brightness of a sample to be its prompt's level."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from lightning.pytorch import Trainer
@@ -77,6 +78,26 @@ def check_ranks(*, engine: str, trainers: int, devices_per_generator: int, shard
         )
 
 
+def check_cluster(engine: str, *, num_nodes: int, options: Mapping[str, object]) -> None:
+    """Check what only a Ray cluster can carry out.
+
+    Args:
+        engine: that will be used.
+        num_nodes: of the Trainer.
+        options: by name, of a cluster; None or empty where not given.
+
+    Raises:
+        ValueError: another engine was asked for.
+    """
+    if engine == "ray":
+        return
+    if num_nodes != 1:
+        raise ValueError(f"`num_nodes` must be 1 with engine `{engine}`, got {num_nodes}: several hosts need `ray`.")
+    for name, value in options.items():
+        if value:
+            raise ValueError(f"`{name}` needs engine `ray`, got {value!r} with engine `{engine}`.")
+
+
 def check_window(staleness: float, accumulate_grad_batches: int) -> None:
     """Check that a step's samples can be stale at all.
 
@@ -97,6 +118,7 @@ def check_algorithm(
     staleness: float,
     accumulate_grad_batches: int,
     generation_batch_size: int | None,
+    makers_split_groups: bool,
 ) -> None:
     """Check what the algorithm was given against how the step is cut and overlapped.
 
@@ -115,6 +137,11 @@ def check_algorithm(
         raise ValueError(
             f"`generation_batch_size` must be at least the `group_size` {module.group_size}, got "
             f"{generation_batch_size}: the reward compares the samples of a group, so one worker makes all of them."
+        )
+    if RewardTraits.of(module.reward).groupwise and makers_split_groups:
+        raise ValueError(
+            "`reward_workers` must be at least 1 with `devices_per_generator` above 1 and a reward that compares the "
+            "samples of a group: the devices of a generator make and score parts of it."
         )
     if not module.advantage_settings.need_batch_std or groups_per_micro_batch == "all":
         return

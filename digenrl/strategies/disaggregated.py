@@ -35,6 +35,7 @@ from digenrl.scheduling.profile import Profile
 from digenrl.strategies import skeleton
 from digenrl.strategies.checks import (
     check_algorithm,
+    check_cluster,
     check_ranks,
     check_trainer,
     check_window,
@@ -351,8 +352,15 @@ class DisaggregatedStrategy(SingleProcessStrategy):
 
     def _check(self, trainer: Trainer) -> None:
         """Find what cannot work before a worker starts."""
-        if self.num_nodes != 1:
-            raise ValueError(f"`num_nodes` must be 1 in this version, got {self.num_nodes}.")
+        check_cluster(
+            self._engine_name,
+            num_nodes=self.num_nodes,
+            options={
+                "ray_address": self.ray_address,
+                "ray_runtime_env": self.ray_runtime_env,
+                **{f"{role}_resources": resources for role, resources in self.resources.items()},
+            },
+        )
         check_trainer(
             trainer,
             precision=str(self.precision_plugin.precision),
@@ -368,6 +376,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             staleness=self.scheduling_policy.staleness,
             accumulate_grad_batches=num_accumulated,
             generation_batch_size=self.generation_batch_size,
+            makers_split_groups=self.devices_per_generator > 1 and self.reward_workers == 0,
         )
         check_data(self.module.reward, trainer.datamodule)  # type: ignore[attr-defined]
         check_dropping(self.module.reward_errors, trainer)

@@ -14,7 +14,7 @@ def test_usage_shows_the_settings_of_our_classes_and_few_of_lightnings() -> None
     for option in (
         "--model.group_size INT",
         "--data.prompts_per_step INT",
-        "--trainer.strategy.engine local|inline",
+        "--trainer.strategy.engine auto|local|ray|inline",
     ):
         assert option in result.stdout
     assert "  FlowGRPO: kernel, noise_level, " in result.stdout

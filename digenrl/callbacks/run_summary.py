@@ -20,7 +20,7 @@ from digenrl.callbacks.run_folder import run_folder
 from digenrl.module import DiffusionRLModule
 
 _MEANS = {"util/generators": "generators", "util/trainers": "trainers"}
-_MAXIMA = {"ratio/max_abs_dev": "largest |ratio - 1|", "staleness": "largest staleness"}
+_MAXIMA = {"ratio/max_abs_dev": "largest |ratio - 1|", "staleness": "largest staleness", "restarts": "restarts"}
 _FILES = (
     "samples_before.png",
     "samples_step_*.png",

@@ -1,5 +1,7 @@
 """Engines start workers and carry calls to them."""
 
+from typing import TYPE_CHECKING, Any
+
 from digenrl.engines.engine import (
     Engine,
     ObjectLost,
@@ -16,6 +18,9 @@ from digenrl.engines.inline import InlineEngine
 from digenrl.engines.joined import JoinedTask
 from digenrl.engines.local import LocalEngine
 
+if TYPE_CHECKING:
+    from digenrl.engines.ray import RayEngine
+
 __all__ = [
     "Engine",
     "InlineEngine",
@@ -24,6 +29,7 @@ __all__ = [
     "ObjectLost",
     "ObjectRef",
     "ObjectStore",
+    "RayEngine",
     "RemoteTraceback",
     "Requirements",
     "Task",
@@ -31,3 +37,12 @@ __all__ = [
     "WorkerError",
     "WorkerTimeout",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the engine that needs Ray when it is asked for."""
+    if name == "RayEngine":
+        from digenrl.engines.ray import RayEngine
+
+        return RayEngine
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

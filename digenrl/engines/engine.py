@@ -37,6 +37,14 @@ class ObjectLost(WorkerError):
 class WorkerTimeout(WorkerError):
     """A worker did not finish a task before its deadline."""
 
+    def __init__(self, message: str, worker: str = "") -> None:
+        super().__init__(message, worker)
+        self.worker = worker
+        """Which one."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
 
 class RemoteTraceback(Exception):
     """The traceback of an error that was raised in a worker, shown as the cause of the error raised here."""
@@ -121,6 +129,8 @@ class Requirements:
     num_gpus: int = 0
     resources: Mapping[str, float] = field(default_factory=dict)
     """Further ones, by the names that the cluster has given them."""
+    unit: str = ""
+    """Workers of one unit share a host; one that names none is a unit by itself."""
 
 
 WorkerFactory = Callable[[ObjectStore], Any]
@@ -232,7 +242,7 @@ class Engine(ABC):
         while tasks := self.unfinished(worker):
             left_s = end_s - time.monotonic()
             if left_s <= 0:
-                raise WorkerTimeout(f"worker {worker} is still at task `{tasks[0].name}`.")
+                raise WorkerTimeout(f"worker {worker} is still at task `{tasks[0].name}`.", worker)
             self.wait(tasks[-1:], left_s)
 
     def _check_deadlines(self, tasks: Sequence[Task]) -> None:
@@ -241,7 +251,8 @@ class Engine(ABC):
             if not task.is_done and now_s > task.deadline_s:
                 self._dump_stacks(task.worker)
                 raise WorkerTimeout(
-                    f"{task} did not finish within {task.timeout_s:g} s; raise `task_timeout_s` if it may take longer."
+                    f"{task} did not finish within {task.timeout_s:g} s; raise `task_timeout_s` if it may take longer.",
+                    task.worker,
                 )
 
     @abstractmethod

@@ -22,7 +22,9 @@ from contextlib import suppress
 
 from digenrl.engines.local_worker import serve
 
-_PRELOAD = ("torch", "lightning.pytorch", "cloudpickle", "digenrl.module")
+PRELOAD = ("torch", "lightning.pytorch", "cloudpickle", "digenrl.module")
+"""What a worker imports before it is told its task."""
+
 _MAX_REQUEST_BYTES = 1 << 17
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
@@ -92,7 +94,7 @@ def main(fd: int) -> None:
     die_with_parent()
     keep_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in _PRELOAD:
+    for name in PRELOAD:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # else the first collection in a child would touch, and so copy, every shared page

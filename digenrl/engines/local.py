@@ -16,9 +16,9 @@ from typing import Any
 
 import cloudpickle
 
-from digenrl.engines.engine import Engine, ObjectLost, RemoteTraceback, Task, WorkerDied, WorkerFactory
+from digenrl.engines.engine import Engine, ObjectLost, ObjectRef, RemoteTraceback, Task, WorkerDied, WorkerFactory
 from digenrl.engines.fork_server import ForkServer
-from digenrl.engines.shared_memory import SharedMemoryStore
+from digenrl.engines.shared_memory import SharedMemoryStore, allow_open_files
 
 _SLICE_S = 0.2  # longest wait without a look at signals and deadlines
 _STOP_S = 5.0  # what a worker gets to end by itself
@@ -49,7 +49,7 @@ class LocalEngine(Engine):
         self._processes: dict[str, _Process] = {}
         self._causes: dict[str, str] = {}
         self._task_ids = itertools.count()
-        self.store = SharedMemoryStore("driver")
+        self.store: SharedMemoryStore = SharedMemoryStore("driver")
 
     def start(self, worker: str, factory: WorkerFactory, *, env: Mapping[str, str] | None = None) -> None:
         """Fork a process and let it make its object; an error of the factory is raised here."""
@@ -66,6 +66,11 @@ class LocalEngine(Engine):
         except BaseException:
             self.kill(worker)
             raise
+
+    def adopt(self, ref: ObjectRef) -> ObjectRef:
+        """Hold the object's memory open in this process, too."""
+        allow_open_files()  # each object kept is one
+        return self.store.adopt(ref)
 
     def submit(self, worker: str, method: str, /, *args: Any, **kwargs: Any) -> Task:
         """Send the call; fails at once if the worker has died."""

@@ -6,7 +6,6 @@ import faulthandler
 import os
 import pickle
 import queue
-import resource
 import signal
 import sys
 import threading
@@ -22,12 +21,11 @@ def serve(worker: str, fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The driver asks a worker that missed its deadline where it hangs.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each object kept is an open file
     import torch
 
-    from digenrl.engines.shared_memory import SharedMemoryStore
+    from digenrl.engines.shared_memory import SharedMemoryStore, allow_open_files
 
+    allow_open_files()
     connection = Connection(fd)
     env, sys.path[:], folder = pickle.loads(connection.recv_bytes())
     # The driver's environment of now, and nothing of that which the fork server was started in.
@@ -52,7 +50,7 @@ def serve(worker: str, fd: int) -> None:
                 value = getattr(target, method)(*args, **kwargs)
             reply = cloudpickle.dumps((task_id, value, None))
         except Exception as error:
-            reply = cloudpickle.dumps((task_id, None, _portable(error)))
+            reply = cloudpickle.dumps((task_id, None, portable_error(error)))
         connection.send_bytes(reply)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -68,7 +66,7 @@ def _receive(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
         inbox.put(message or None)
 
 
-def _portable(error: Exception) -> tuple[Exception, str]:
+def portable_error(error: Exception) -> tuple[Exception, str]:
     """Give the error in a form that survives the way, with its traceback as text."""
     text = "".join(traceback.format_exception(error))
     try:

@@ -11,7 +11,9 @@ import io
 import mmap
 import os
 import pickle
+import resource
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import cloudpickle
@@ -31,7 +33,7 @@ class SharedMemoryStore(ObjectStore):
 
     def put(self, value: Any) -> ObjectRef:
         """Write `value` to shared memory, its tensors as raw bytes."""
-        header, buffers = _dump(value)
+        header, buffers = dump_parts(value)
         borders = [_round_up(len(header))]
         for buffer in buffers:
             borders.append(borders[-1] + _round_up(buffer.nbytes))
@@ -56,12 +58,30 @@ class SharedMemoryStore(ObjectStore):
             memory = memoryview(mmap.mmap(file.fileno(), ref.num_bytes, access=mmap.ACCESS_COPY))
         return pickle.loads(memory[:header_size], buffers=[memory[start : start + size] for start, size in extents])
 
+    def adopt(self, ref: ObjectRef) -> ObjectRef:
+        """Open another worker's memfd, so that its memory outlives that worker."""
+        pid, fd, header_size, extents = ref.address
+        if pid == os.getpid():
+            return ref
+        try:
+            own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise ObjectLost(ref.worker) from error
+        return ObjectRef(self._worker, (os.getpid(), own, header_size, extents), ref.num_bytes)
+
     def free(self, refs: Sequence[ObjectRef]) -> None:
         """Close the memfds; the memory goes when the last reader has dropped its tensors."""
         for ref in refs:
             pid, fd, *_ = ref.address
             assert pid == os.getpid(), "an object is freed by its maker"
             os.close(fd)
+
+
+@cache
+def allow_open_files() -> None:
+    """Let this process open as many files as the system allows it: each object that it keeps is one."""
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
 
 
 class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
@@ -81,7 +101,8 @@ def _load_tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Ten
     return torch.frombuffer(buffer, dtype=dtype).reshape(shape)
 
 
-def _dump(value: Any) -> tuple[bytes, list[memoryview]]:
+def dump_parts(value: Any) -> tuple[bytes, list[memoryview]]:
+    """Pickle a value, the bytes of its tensors apart and as views of their own memory."""
     buffers: list[pickle.PickleBuffer] = []
     header = io.BytesIO()
     keep: Callable[[pickle.PickleBuffer], None] = buffers.append

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -15,11 +15,13 @@ from digenrl.functional import weighted_sum
 from digenrl.metrics import MetricValue
 from digenrl.module.advantages import AdvantageSettings
 from digenrl.module.checks import check_data, check_dropping
+from digenrl.module.optimizers import OptimizerName, check_optimizer, make_optimizer
 from digenrl.module.prompts import as_prompts
 from digenrl.module.rollouts import Solver, check_guidance
 from digenrl.module.scoring import advantages_of_kept
 from digenrl.module.validation import Validation
 from digenrl.policies import DiffusionPolicy
+from digenrl.policies.stored_weights import load_stored_weights
 from digenrl.rewards import ErrorPolicy, OnRewardError, Reward, check_prompts
 from digenrl.types import Prompt, PromptBatch, RowLosses, ScoredBatch, TimestepBatch, Trajectory
 
@@ -94,6 +96,7 @@ class DiffusionRLModule(Validation, ABC):
         validation_solver: Solver = "euler",
         on_reward_error: OnRewardError = "retry",
         reward_retries: int = 2,
+        optimizer: OptimizerName = "adamw",
         lr: float = 1e-4,
         weight_decay: float = 1e-4,
         seed: int | None = None,
@@ -127,7 +130,9 @@ class DiffusionRLModule(Validation, ABC):
                 by one, even with no retries.
             reward_retries: how often a reward that failed is asked again, at most 1000; it waits 0.5 s, then twice as
                 long each time, up to 30 s.
-            lr: learning rate of the default optimizer, AdamW.
+            optimizer: `"adamw"`, `"fused_adamw"`, which steps in one pass over the weights, or `"adamw_8bit"` of
+                torchao, which keeps its state in a quarter of the memory; `configure_optimizers` makes any other.
+            lr: its learning rate.
             weight_decay: its weight decay.
             seed: fixes all noise; None takes the seed given to `seed_everything`, or 0. Saved in checkpoints.
 
@@ -160,6 +165,7 @@ class DiffusionRLModule(Validation, ABC):
         if validation_solver not in ("euler", "dpm"):
             raise ValueError(f"`validation_solver` must be euler or dpm, got {validation_solver!r}.")
         check_guidance("guidance_scale", guidance_scale, policy)
+        check_optimizer(optimizer)
         if not 0 <= lr < math.inf:
             raise ValueError(f"`lr` is the learning rate and must be in [0, inf), got {lr}.")
         if not 0 <= weight_decay < math.inf:
@@ -182,6 +188,7 @@ class DiffusionRLModule(Validation, ABC):
         )
         self.validation_steps = validation_steps or num_steps
         self.validation_solver: Solver = validation_solver
+        self.optimizer: OptimizerName = optimizer
         self.lr = lr
         self.weight_decay = weight_decay
         self._seed_given = seed is not None
@@ -191,6 +198,8 @@ class DiffusionRLModule(Validation, ABC):
         self._applied_step = 0
         self._logged_names = {"reward/mean": None}
         self._is_built = False
+        self._place_policy: Callable[[DiffusionPolicy], None] = load_stored_weights
+        """What is done with the policy between `build` and the first use of its weights; workers may shard it."""
         self._remote: RemoteModule | None = None
         self._add_usual_copies(updates_per_rollout=updates_per_rollout, ema_decay=ema_decay, ema_interval=ema_interval)
 
@@ -216,6 +225,7 @@ class DiffusionRLModule(Validation, ABC):
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
             self.policy.build()
+        self._place_policy(self.policy)
         self._build_weight_copies()
         self._is_built = True
 
@@ -268,9 +278,9 @@ class DiffusionRLModule(Validation, ABC):
         return torch.arange(recorded.start, recorded.stop).expand(len(prompts), -1)
 
     def configure_optimizers(self) -> Any:
-        """AdamW over all parameters that require a gradient."""
+        """AdamW, of the kind that was chosen, over all parameters that require a gradient."""
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(parameters, lr=self.lr, weight_decay=self.weight_decay)
+        return make_optimizer(self.optimizer, parameters, lr=self.lr, weight_decay=self.weight_decay)
 
     @torch.no_grad()
     def sample(self, prompts: PromptBatch) -> Tensor:

@@ -16,6 +16,29 @@ from digenrl.module.rollouts import Rollouts
 from digenrl.policies import VelocityField
 from digenrl.types import RowLosses, TimestepBatch, derive_seed
 
+OUT_OF_MEMORY = 1 << 40
+"""What no rank's number in `largest_of_ranks` reaches but that of one which ran out of memory."""
+
+
+class RankOutOfMemory(RuntimeError):
+    """A rank ran out of memory while the others computed on; `args[0]` is the number that it said."""
+
+
+def largest_of_ranks(value: int | Tensor, group: dist.ProcessGroup, device: torch.device) -> int:
+    """Give the largest of the ranks' numbers.
+
+    Ranks that train a micro-batch together meet in this one form only, before anything else that they exchange. So one
+    that runs out of memory, wherever it is, can tell the others, wherever they are.
+
+    Raises:
+        RankOutOfMemory: one has.
+    """
+    largest = torch.as_tensor(value, dtype=torch.int64, device=device).reshape(())
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    if largest >= OUT_OF_MEMORY:
+        raise RankOutOfMemory(int(largest))
+    return int(largest)
+
 
 class RowHelpers(Rollouts):
     """The part of `DiffusionRLModule` that `timestep_loss` uses."""
@@ -58,9 +81,9 @@ class RowHelpers(Rollouts):
         values = values.detach()
         if self._row_group is None:
             return sum_per_group(values, group_index)
-        num_groups = group_index.max() + 1 if len(group_index) else group_index.new_zeros(())
-        dist.all_reduce(num_groups, dist.ReduceOp.MAX, group=self._row_group)
-        sums = values.new_zeros(int(num_groups)).index_add(0, group_index, values)
+        own = int(group_index.max()) + 1 if len(group_index) else 0
+        num_groups = largest_of_ranks(own, self._row_group, values.device)
+        sums = values.new_zeros(num_groups).index_add(0, group_index, values)
         dist.all_reduce(sums, group=self._row_group)
         return sums[group_index]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from torch import Tensor, nn
 
 from digenrl.diffusion.noise import sample_noise
+from digenrl.policies.stored_tensors import StoredTensor
 from digenrl.types import Condition
 
 VelocityField: TypeAlias = Callable[[Tensor, Tensor, Condition], Tensor]
@@ -85,6 +86,19 @@ class DiffusionPolicy(nn.Module, ABC):
         """Draw the noise that B samples start from: [B, *latent_shape], float32, on the CPU."""
         return sample_noise(seeds, "initial", self.latent_shape)
 
+    def stored_weights(self) -> Mapping[str, StoredTensor]:
+        """Say where the values of parameters and buffers lie that `build` leaves on the meta device; none by default.
+
+        By their names in the policy. They are read after `build`, and by ranks that share the policy's blocks only as
+        far as each holds them: a policy that no host can hold whole is built so. See
+        `digenrl.policies.stored_tensors` for safetensors files whose names are others.
+        """
+        return {}
+
     def blocks(self) -> Iterable[nn.Module]:
-        """Give the repeated blocks, the units for sharding and compilation; none by default."""
+        """Give the repeated blocks, the units for sharding and compilation; none by default.
+
+        `velocity` calls them as modules, and nothing else uses their parameters: where ranks share these, they are
+        whole only while their block computes.
+        """
         return ()

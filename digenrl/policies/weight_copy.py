@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from digenrl.averaging import DecaySchedule, NoUpdates
 from digenrl.policies.policy import DiffusionPolicy
+from digenrl.policies.shards import local_tensor
 from digenrl.types import Condition
 
 
@@ -53,8 +58,11 @@ class WeightCopy(nn.Module):
     def forward(self, latents: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
         """Predict noise - data with these weights, without gradient; see `DiffusionPolicy.velocity`."""
         copies = dict(self.weights.named_buffers())
-        weights = {name: copies[name].to(parameter.dtype) for name, parameter in self._trained()}
-        velocity: Tensor = torch.func.functional_call(self._policy[0], weights, (latents, sigma, condition))
+        trained = self._trained()
+        whole = {name: copies[name].to(p.dtype) for name, p in trained if not isinstance(p, DTensor)}
+        shards = [(local_tensor(p), local_tensor(copies[name])) for name, p in trained if isinstance(p, DTensor)]
+        with _lent(shards):
+            velocity: Tensor = torch.func.functional_call(self._policy[0], whole, (latents, sigma, condition))
         return velocity
 
     @torch.no_grad()
@@ -66,7 +74,8 @@ class WeightCopy(nn.Module):
             return False
         copies = dict(self.weights.named_buffers())
         for name, parameter in self._trained():
-            copies[name].lerp_(parameter.detach().to(copies[name].dtype), 1 - decay)
+            copy = local_tensor(copies[name])
+            copy.lerp_(local_tensor(parameter.detach()).to(copy.dtype), 1 - decay)
         return True
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
@@ -78,3 +87,22 @@ class WeightCopy(nn.Module):
 
     def _get_name(self) -> str:
         return f"{type(self).__name__}[{self._schedule}]"
+
+
+@contextmanager
+def _lent(shards: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Put copies where blocks gather their parameters from, and what was there back, each as (there, copy).
+
+    A graph that was made before is not touched: it ends in what was gathered, and gathers it again in its backward.
+    """
+    kept = [there.clone() for there, _ in shards]
+    try:
+        for there, copy in shards:
+            there.copy_(copy)
+        yield
+    finally:
+        for (there, _), value in zip(shards, kept, strict=True):
+            there.copy_(value)
+        if kept and kept[0].is_cuda:
+            # A backward gathers on a stream that does not wait for this one.
+            torch.cuda.current_stream().synchronize()

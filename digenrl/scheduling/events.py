@@ -87,17 +87,19 @@ class Updated:
 
 @dataclass(frozen=True)
 class WorkerLost:
-    """A generator or reward worker is gone, and with it the samples that it made and no trainer has taken."""
+    """A generator or reward worker is gone, and with it what it was at; the samples that it had made are kept."""
 
     worker: str
+    returns: bool = False
+    """Whether it is being started again: until it joins, nobody takes over the part of the last reward worker."""
 
 
 @dataclass(frozen=True)
 class WorkerJoined:
-    """A generator has been started and holds weights `policy_version`."""
+    """A generator has been started and holds weights `policy_version`; or a reward worker, which holds none."""
 
-    generator: str
-    policy_version: int
+    worker: str
+    policy_version: int | None
 
 
 @dataclass(frozen=True)

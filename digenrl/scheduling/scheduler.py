@@ -42,16 +42,16 @@ class Scheduler:
     Generators: samples that wait for a reward are scored before new ones are made; steps are made in order; new weights
     are loaded between slices, as soon as they are published. A generator makes samples of a step with the weights that
     train it, or, within the policy's staleness bound, with the ones before (TCSS; docs/design/staleness.md); where both
-    make the same samples (`StepAdded.shares_rollout`), either will do. Where all reward workers are lost, generators
-    score.
+    make the same samples (`StepAdded.shares_rollout`), either will do. Where all reward workers are lost for good,
+    generators score.
 
     Trainers: they work on started steps only, in the order in which micro-batches become whole. Updates come before
     assistance, except where the assist plan says otherwise; the plan is made anew at every decision from the running
     averages of this run's own durations. What trainers make they score themselves, unless the run has reward workers.
 
     Invariants: each slice is made once and scored once, and each micro-batch updated once, after all its slices were
-    scored (slices of a lost worker are made again); a worker has one task at a time; no generator idles while there is
-    work that it may do; policy versions of a step's samples differ from its own by one at most.
+    scored (what a lost worker was at is begun again); a worker has one task at a time; no generator idles while there
+    is work that it may do; policy versions of a step's samples differ from its own by one at most.
 
     Example:
         >>> from digenrl.scheduling import cut_step
@@ -146,10 +146,14 @@ class Scheduler:
             case Assisted() | Updated():
                 self._on_trainer_done(event)
             case WorkerLost():
-                self._on_lost(event.worker)
-            case WorkerJoined():
-                self._loaded_version[event.generator] = event.policy_version
-                self._free(event.generator)
+                self._on_lost(event)
+            case WorkerJoined(worker, policy_version):
+                if policy_version is None:
+                    self._reward_workers.add(worker)
+                    self._idle_reward_workers.append(worker)
+                else:
+                    self._loaded_version[worker] = policy_version
+                    self._free(worker)
             case Paused():
                 self._is_paused = True
             case Resumed():
@@ -180,8 +184,6 @@ class Scheduler:
             self._idle_reward_workers.append(event.worker)
         else:
             self._free(event.worker)
-        if self._scorers.get(event.slice) != event.worker:
-            return  # the maker was lost meanwhile: the slice is made again
         del self._scorers[event.slice]
         self._steps[event.slice.step].mark_scored(event.slice)
 
@@ -200,19 +202,19 @@ class Scheduler:
         else:
             step.mark_assisted(event.micro_batch)
 
-    def _on_lost(self, worker: str) -> None:
+    def _on_lost(self, event: WorkerLost) -> None:
+        worker = event.worker
         self._started_s.pop(worker, None)
+        in_hand, _ = self._making.get(worker, (None, 0.0))
         self._end_making(worker)
         if worker in self._loaded_version:
             self._idle.get(self._loaded_version.pop(worker), {}).pop(worker, None)
-            for step in self._steps.values():
-                lost = step.lose(worker)
-                self._scoring_queue = deque(part for part in self._scoring_queue if part not in lost)
-                for part in lost:
-                    self._scorers.pop(part, None)
+            if in_hand is not None and in_hand not in self._scorers:
+                self._steps[in_hand.step].lose(in_hand)
         elif worker in self._reward_workers:
-            self._reward_workers.remove(worker)
             self._idle_reward_workers = deque(other for other in self._idle_reward_workers if other != worker)
+            if not event.returns:
+                self._reward_workers.remove(worker)
         for part in [part for part, scorer in self._scorers.items() if scorer == worker]:
             del self._scorers[part]
             self._scoring_queue.appendleft(part)
@@ -285,11 +287,11 @@ class Scheduler:
             part = step.peek()
             is_as_good = step.shares_rollout and version == step.policy_version - 1 and not is_outdated
             if part is not None and (version == step.policy_version or is_as_good):
-                return Generate(step.take(generator, is_stale=False), generator)
+                return Generate(step.take(is_stale=False), generator)
             if step.early and version == step.policy_version - 1:
-                return Generate(step.take_early(generator), generator)
+                return Generate(step.take_early(), generator)
             if part is not None and not is_outdated and self._may_be_stale(step, part):
-                return Generate(step.take(generator, is_stale=True), generator)
+                return Generate(step.take(is_stale=True), generator)
         return LoadWeights(generator, self._published_version) if is_outdated else None
 
     def _may_be_stale(self, step: StepWork, part: Slice) -> bool:

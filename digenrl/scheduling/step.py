@@ -45,7 +45,6 @@ class StepWork:
         self._num_opened_samples = 0
         self._unscored = {micro_batch.index: set(micro_batch.slices) for micro_batch in micro_batches}
         self._untrained = set(self._micro_batches)
-        self._maker: dict[Slice, str] = {}
         self._stale: set[Slice] = set()
 
     @property
@@ -88,20 +87,17 @@ class StepWork:
             return self._opened[0]
         return self.unassigned[0].slices[0] if self.unassigned else None
 
-    def take(self, generator: str, *, is_stale: bool) -> Slice:
+    def take(self, *, is_stale: bool) -> Slice:
         """Hand the next slice to a generator."""
-        return self._hand_out(self._next(), generator, is_stale=is_stale)
+        return self._hand_out(self._next(), is_stale=is_stale)
 
-    def take_early(self, generator: str) -> Slice:
+    def take_early(self) -> Slice:
         """Hand the next slice that must be stale to a generator."""
-        return self._hand_out(self.early.popleft(), generator, is_stale=True)
+        return self._hand_out(self.early.popleft(), is_stale=True)
 
     def take_update(self) -> MicroBatch:
-        """Hand the next micro-batch that is whole to the trainer; the loss of its makers does not touch it any more."""
-        micro_batch = self.update_queue.popleft()
-        for part in micro_batch.slices:
-            self._maker.pop(part, None)
-        return micro_batch
+        """Hand the next micro-batch that is whole to the trainer."""
+        return self.update_queue.popleft()
 
     def take_micro_batch(self) -> MicroBatch:
         """Hand the last untouched micro-batch to the trainer."""
@@ -124,20 +120,12 @@ class StepWork:
         """Note that a micro-batch is in the gradient."""
         self._untrained.remove(micro_batch.index)
 
-    def lose(self, worker: str) -> set[Slice]:
-        """Take back what a lost generator was making or had made and no trainer has taken; returns those slices."""
-        lost = {part for part, maker in self._maker.items() if maker == worker}
-        for part in lost:
-            del self._maker[part]
-            if part in self._stale:
-                self._stale.remove(part)
-                self.num_stale_samples -= len(part)
-            micro_batch = self._micro_batches[part.micro_batch]
-            if micro_batch in self.update_queue:
-                self.update_queue.remove(micro_batch)
-            self._unscored[part.micro_batch].add(part)
-        self._reopen(lost)
-        return lost
+    def lose(self, part: Slice) -> None:
+        """Take back a slice whose generator was lost before it was made."""
+        if part in self._stale:
+            self._stale.remove(part)
+            self.num_stale_samples -= len(part)
+        self._reopen([part])
 
     def give_up_early(self) -> None:
         """Let slices that no generator can make with the weights before be made with the step's own."""
@@ -157,8 +145,7 @@ class StepWork:
         self._num_opened_samples -= len(part)
         return part
 
-    def _hand_out(self, part: Slice, generator: str, *, is_stale: bool) -> Slice:
-        self._maker[part] = generator
+    def _hand_out(self, part: Slice, *, is_stale: bool) -> Slice:
         if is_stale:
             self._stale.add(part)
             self.num_stale_samples += len(part)

@@ -9,7 +9,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from digenrl.module import DiffusionRLModule
+from digenrl.policies import DiffusionPolicy
 from digenrl.rewards import JoinedReward, RewardTraits
+from digenrl.strategies.blocks import check_attention_backend
 
 PRECISIONS = ("32-true", "bf16-mixed")
 """What workers can compute in."""
@@ -96,6 +98,41 @@ def check_cluster(engine: str, *, num_nodes: int, options: Mapping[str, object])
     for name, value in options.items():
         if value:
             raise ValueError(f"`{name}` needs engine `ray`, got {value!r} with engine `{engine}`.")
+
+
+def check_weight_plane(weight_plane: str, *, engine: str, num_nodes: int) -> None:
+    """Check that weights can travel as asked; whether hosts really share memory shows when they are known.
+
+    Raises:
+        ValueError: the plane needs processes of their own, or one host.
+    """
+    if weight_plane == "collective" and engine == "inline":
+        raise ValueError(
+            "`weight_plane` must not be collective with engine `inline`: workers need processes of their own to send "
+            "messages to each other."
+        )
+    if weight_plane == "shared_memory" and num_nodes > 1:
+        raise ValueError(
+            f"`weight_plane` shared_memory needs all workers on one host, but `num_nodes` is {num_nodes}: use "
+            "object_store, collective or auto."
+        )
+
+
+def check_blocks(policy: DiffusionPolicy, *, attention_backend: str | None, **options: bool) -> None:
+    """Check what the policy's blocks were given, as far as a policy that is not built shows it.
+
+    Raises:
+        ValueError: an option that applies to blocks is on and the policy's class defines none, or diffusers does not
+            know the attention backend.
+    """
+    for name, is_on in options.items():
+        if is_on and type(policy).blocks is DiffusionPolicy.blocks:
+            raise ValueError(
+                f"`{name}` applies to the policy's blocks: let `{type(policy).__name__}.blocks()` give them, or leave "
+                "it off."
+            )
+    if attention_backend is not None:
+        check_attention_backend(attention_backend)
 
 
 def check_window(staleness: float, accumulate_grad_batches: int) -> None:

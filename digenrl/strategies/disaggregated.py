@@ -8,6 +8,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import cloudpickle
@@ -35,18 +36,23 @@ from digenrl.scheduling.profile import Profile
 from digenrl.strategies import skeleton
 from digenrl.strategies.checks import (
     check_algorithm,
+    check_blocks,
     check_cluster,
     check_ranks,
     check_trainer,
+    check_weight_plane,
     check_window,
     micro_batch_groups,
 )
-from digenrl.strategies.driver import StepDriver, StepPlan, StepResult, WorkerSpan
+from digenrl.strategies.driver import StepDriver
 from digenrl.strategies.lookahead import LookaheadLoader
 from digenrl.strategies.optimizers import OptimizerSpec, changed_settings, hyper_parameters
 from digenrl.strategies.pool import WorkerPool
 from digenrl.strategies.single_process import SingleProcessStrategy
+from digenrl.strategies.snapshots import StepCall, check_restarts
+from digenrl.strategies.step_book import StepPlan, StepResult, WorkerSpan
 from digenrl.strategies.step_window import StepWindow
+from digenrl.strategies.weight_planes import WeightPlaneName
 from digenrl.strategies.workers import GradientSync, Sharding, Span, StepReport, WorkerSettings
 from digenrl.types import PromptBatch
 
@@ -57,8 +63,6 @@ _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_a
 _FREE_WITHIN_S = 10.0  # of an error; a trainer that is not keeps its state
 
 EngineName = Literal["auto", "local", "ray", "inline"]
-
-WeightPlaneName = Literal["auto", "shared_memory", "object_store", "collective"]
 
 
 class DisaggregatedStrategy(SingleProcessStrategy):
@@ -188,6 +192,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             sharding=sharding,
             grad_sync=grad_sync,
         )
+        check_restarts(engine=engine, max_restarts=max_restarts, snapshot=snapshot)
         super().__init__()
         self.generators = generators
         self.trainers = trainers
@@ -235,6 +240,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         self._scales = (1.0, 1.0)  # of the policy's gradient, and of all of it
         self._round_origin: int | None = None  # the step at which the sampler's count of steps was 0
         self._window = StepWindow()
+        self._fitting_timesteps: int | None = None  # at a time, of a batch size that is chosen by memory
         self._step_metrics: dict[str, float] = {}
         self._configured_settings: list[dict[str, Any]] = []
 
@@ -266,16 +272,30 @@ class DisaggregatedStrategy(SingleProcessStrategy):
                 num_reward_workers=self.reward_workers,
                 devices_per_generator=self.devices_per_generator,
                 resources=self.resources,
+                weight_plane=self.weight_plane,
+                max_restarts=self.max_restarts,
+                snapshot=self.snapshot,
             )
             weakref.finalize(self, self._pool.shutdown)
             self._pool.reserve(trains=trainer.state.fn == TrainerFn.FITTING)
             self._pool.start_generators()
         if trainer.state.fn == TrainerFn.FITTING and not self._pool.trainers:
+            self._pool.reserve(trains=True)  # a validation before has reserved nothing for them
             self._pool.start_trainers()
 
     def _make_engine(self) -> Engine:
         if self._engine_name == "inline":
             return InlineEngine(self.task_timeout_s)
+        if self._engine_name == "ray":
+            from digenrl.engines.ray import RayEngine
+
+            return RayEngine(
+                self.task_timeout_s,
+                address=self.ray_address,
+                runtime_env=self.ray_runtime_env,
+                num_hosts=self.num_nodes,
+                log_folder=Path(self._trainer.log_dir or self._trainer.default_root_dir) / "logs",
+            )
         return LocalEngine(self.task_timeout_s)
 
     @property
@@ -286,9 +306,15 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         is_cluster = self.ray_address is not None or "RAY_ADDRESS" in os.environ or self.num_nodes > 1
         return "ray" if is_cluster else "local"
 
+    @property
+    def _device(self) -> str:
+        """Kind of the workers' devices: the driver of a cluster may be on a host that has none of them."""
+        asks_for_gpus = any(resources.get("GPU") for resources in self.resources.values())
+        return "cuda" if asks_for_gpus and self._engine_name == "ray" else self._worker_device
+
     def _worker_settings(self) -> WorkerSettings:
         return WorkerSettings(
-            device=self._worker_device,
+            device=self._device,
             precision="bf16-mixed" if self.precision_plugin.precision == "bf16-mixed" else "32-true",
             sharding=self.sharding,
             grad_sync=self.grad_sync,
@@ -297,6 +323,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             gradient_checkpointing=self.gradient_checkpointing,
             compiles_blocks=self.compile_blocks,
             attention_backend=self.attention_backend,
+            num_workers=self._num_workers,
         )
 
     def setup(self, trainer: Trainer) -> None:
@@ -320,8 +347,10 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             )
 
     def _make_driver(self) -> StepDriver:
-        num_timesteps = None if isinstance(self.timestep_batch_size, str) else self.timestep_batch_size
-        return StepDriver(self.pool, self._make_scheduler(), self.module, timestep_batch_size=num_timesteps)
+        num_timesteps = None if self.timestep_batch_size == "all" else self.timestep_batch_size
+        return StepDriver(
+            self.pool, self._make_scheduler(), self.module, timestep_batch_size=num_timesteps, poll=self._poll
+        )
 
     def _make_scheduler(self) -> Scheduler:
         self._round_origin = None
@@ -361,12 +390,14 @@ class DisaggregatedStrategy(SingleProcessStrategy):
                 **{f"{role}_resources": resources for role, resources in self.resources.items()},
             },
         )
+        check_weight_plane(self.weight_plane, engine=self._engine_name, num_nodes=self.num_nodes)
         check_trainer(
             trainer,
             precision=str(self.precision_plugin.precision),
-            device=self._worker_device,
+            device=self._device,
             num_workers=self._num_workers,
-            num_devices=len(self.parallel_devices or []),
+            # A cluster is asked for its devices when they are reserved.
+            num_devices=self._num_workers if self._engine_name == "ray" else len(self.parallel_devices or []),
         )
         num_accumulated = accumulated_batches(trainer)
         check_window(self.scheduling_policy.staleness, num_accumulated)
@@ -377,6 +408,14 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             accumulate_grad_batches=num_accumulated,
             generation_batch_size=self.generation_batch_size,
             makers_split_groups=self.devices_per_generator > 1 and self.reward_workers == 0,
+        )
+        check_blocks(
+            self.module.policy,
+            gradient_checkpointing=self.gradient_checkpointing,
+            compile_blocks=self.compile_blocks,
+            sharding=self.sharding != "none",
+            devices_per_generator=self.devices_per_generator > 1,
+            attention_backend=self.attention_backend,
         )
         check_data(self.module.reward, trainer.datamodule)  # type: ignore[attr-defined]
         check_dropping(self.module.reward_errors, trainer)
@@ -434,7 +473,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
                 f"the batch of step {step} is not the one that the data loader gave: change batches in the loader or "
                 "in `on_before_batch_transfer`, not in other hooks, and leave no epoch in `on_train_batch_start`."
             )
-        result = self._driver.finish_step(step, self._poll)
+        result = self._driver.finish_step(step)
         loss = result.loss * trainer.accumulate_grad_batches
         # Where an optimizer step follows, trainers make it while this process logs.
         self._unlogged = result
@@ -451,6 +490,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         result, self._unlogged = self._unlogged, None
         if result is None:
             return
+        self._note_timestep_batch_size(result)
         loss = result.loss * self._trainer.accumulate_grad_batches
         self.module.log_step(result.prompts, result.rewards, result.advantages, loss, result.metrics)
         self.module.log_dict(
@@ -458,6 +498,19 @@ class DisaggregatedStrategy(SingleProcessStrategy):
                 "staleness/frac": result.num_stale_samples / len(result.prompts),
                 "assist/micro_batches": float(result.num_assisted),
             }
+        )
+
+    def _note_timestep_batch_size(self, result: StepResult) -> None:
+        """Say what `timestep_batch_size="auto"` has come to, where it is new."""
+        metric = result.metrics.get("timestep_batch_size")
+        if metric is None or round(metric.value) == self._fitting_timesteps:
+            return
+        self._fitting_timesteps = round(metric.value)
+        log.info(
+            "`timestep_batch_size` auto trains %d of %d timesteps at a time from step %d on, which fit into memory.",
+            self._fitting_timesteps,
+            self.module.num_trained_timesteps,
+            result.prompts.step,
         )
 
     def _plan(self, batch: Any, step: int) -> StepPlan:
@@ -544,7 +597,9 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             group_size=self.module.group_size,
             generators=self.generators,
             trainers=self.trainers,
-            timestep_batch_size=None if self.timestep_batch_size == "auto" else self.timestep_batch_size,
+            timestep_batch_size=self._fitting_timesteps
+            if self.timestep_batch_size == "auto"
+            else self.timestep_batch_size,
         )
 
     def validation_step(self, batch: Any, *args: Any) -> None:
@@ -589,15 +644,9 @@ class DisaggregatedStrategy(SingleProcessStrategy):
 
     def _step_trainers(self, optimizer: Optimizer) -> None:
         assert self._driver is not None
-        settings, clipping = hyper_parameters(optimizer), self.precision_plugin.take_clipping()
-        reports: dict[str, StepReport] = {}
-        if self._scales[1] > 0:
-            stepping = self.pool.optimizer_step(settings, *clipping, *self._scales)
-            self._log_result()
-            reports = self.pool.gather(stepping)
-        else:
-            self.pool.skip_step()
-            self._log_result()
+        settings = hyper_parameters(optimizer)
+        call = StepCall(settings, *self.precision_plugin.take_clipping(), *self._scales)
+        reports = self.pool.end_window(call, meanwhile=self._log_result)
         self.policy_version += 1
         norm = next(iter(reports.values())).gradient_norm if reports else 0.0
         stepped_s = time.monotonic()
@@ -618,15 +667,17 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         """Sum up what the workers did since the window's first batch."""
         assert self._driver is not None
         detail = f"version {self.policy_version}"
+        for worker, report in reports.items():
+            self._driver.note_span(worker, "optimizer", detail, report.span)
         self.last_step_spans = (
             *self._driver.take_spans(),
-            *(WorkerSpan(worker, "optimizer", detail, report.span) for worker, report in reports.items()),
             *(WorkerSpan(worker, "sync", detail, sync) for worker in self.pool.trainers),
         )
         self._step_metrics = {
             "grad_norm": gradient_norm,
             "policy_version": float(self.policy_version),
             "time/sync_s": sync.seconds,
+            **({"restarts": float(self.pool.recovery.num_restarts)} if self.max_restarts else {}),
             **self._window.metrics(
                 self.last_step_spans,
                 num_generators=self.generators,
@@ -643,7 +694,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
     def _pause(self) -> None:
         """Bring the generators up to date and keep them free."""
         if self._driver is not None:
-            self._driver.pause(self._poll)
+            self._driver.pause()
 
     def _poll(self) -> None:
         # Lightning looks for SIGTERM between batches only, and a step may take minutes.
@@ -677,28 +728,32 @@ class DisaggregatedStrategy(SingleProcessStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; no code in it is run."""
         accepted = inspect.signature(self.checkpoint_io.load_checkpoint).parameters
-        options = {"weights_only": True} if "weights_only" in accepted else {}  # Lightning 2.5 has no such option
+        # By a function, which is the default, quantized state of optimizers cannot be placed.
+        options: dict[str, Any] = {"map_location": "cpu"}
+        if "weights_only" in accepted:  # Lightning 2.5 has no such option
+            options["weights_only"] = True
         return self.checkpoint_io.load_checkpoint(checkpoint_path, **options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Send a checkpoint's weights to all workers."""
         self.policy_version = checkpoint.get("global_step", 0)
         self.pool.push_state_dict(checkpoint["state_dict"], strict)
-        self.pool.resume(self.policy_version, self.module.seed)
         if self._driver is not None:
             # Generators have the weights already, under the same version.
             self.pool.publish(self.policy_version, must_change=False)
-            self._driver.restart(self._make_scheduler())
+        self.pool.resume(self.policy_version, self.module.seed)
+        if self._driver is not None:
+            self._driver.begin_anew(self._make_scheduler())
 
     def _replace_weights(self, state_dict: Mapping[str, Any], strict: bool) -> None:
         """Send weights to all workers in the middle of a run; a step that was begun ahead begins anew with them."""
         if self._driver is not None:
-            self._driver.close(self._poll)
+            self._driver.close()
         self.pool.push_state_dict(state_dict, strict)
         if self._driver is not None:
             # Generators have the weights already, under the same version.
             self.pool.publish(self.policy_version, must_change=False)
-            self._driver.restart(self._make_scheduler())
+            self._driver.begin_anew(self._make_scheduler())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Give the optimizer's settings, and its state fetched from the trainers."""
@@ -747,7 +802,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         if self._has_failed:
             self.shutdown()
         elif self._driver is not None and self._trainer.state.fn == TrainerFn.FITTING:
-            self._driver.close(self._poll)  # later validations see the final weights
+            self._driver.close()  # later validations see the final weights
 
     def shutdown(self) -> None:
         """End all workers; the module is left without weights, as before `fit`. Safe to call twice."""

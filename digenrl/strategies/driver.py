@@ -6,15 +6,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from digenrl.engines import Engine, ObjectRef, Task
-from digenrl.metrics import MetricAccumulator, MetricValue
+from digenrl.engines import Engine, Task, WorkerError, WorkerTimeout
+from digenrl.metrics import MetricAccumulator
 from digenrl.module import DiffusionRLModule, advantages_of_kept
 from digenrl.scheduling import (
     Action,
@@ -39,58 +38,25 @@ from digenrl.scheduling import (
     Updated,
     WeightsLoaded,
     WeightsPublished,
+    WorkerJoined,
+    WorkerLost,
 )
 from digenrl.strategies.pool import WorkerPool
-from digenrl.strategies.workers import AssistReport, GenerateReport, ScoreReport, Span, UpdateReport
+from digenrl.strategies.recovery import TRAINERS
+from digenrl.strategies.snapshots import UpdateCall
+from digenrl.strategies.step_book import StepBook, StepPlan, StepResult, WorkerSpan
+from digenrl.strategies.trainer_group import GroupTask, shares
+from digenrl.strategies.workers import AssistReport, GenerateReport, ScoreReport, Span, TimestepBatchSize, UpdateReport
 from digenrl.types import PromptBatch
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.2  # how long a signal may go unnoticed
 
+_Take = Callable[[], list[Event]]
+"""Takes the result of a task in and says what has happened."""
 
-@dataclass(frozen=True)
-class WorkerSpan:
-    """What a worker did, and when."""
-
-    worker: str
-    task: str
-    detail: str
-    span: Span
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """A step's work."""
-
-    prompts: PromptBatch  # B samples
-    micro_batches: tuple[MicroBatch, ...]
-    policy_version: int
-    """Of the weights that train it."""
-    num_rows: int
-    """The divisor of all losses."""
-    shares_rollout: bool = False
-    """Whether its samples are made by the same weights as those of the step before."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What the driver knows of a step once all its gradients are accumulated."""
-
-    prompts: PromptBatch  # B samples
-    rewards: Tensor  # [B] or [B, R]
-    advantages: Tensor  # [B] or [B, R]
-    gradient_scale: float
-    """What the accumulated gradient of the policy is to be multiplied by."""
-    row_scale: float
-    """What all of the gradient is to be multiplied by, since groups were dropped; 0 if none is left."""
-    num_dropped_groups: int
-    loss: float
-    """Mean over the step's rows."""
-    metrics: dict[str, MetricValue]
-    num_stale_samples: int
-    num_assisted: int
-    """Micro-batches that the trainers made."""
+T = TypeVar("T")
 
 
 class StepDriver:
@@ -98,21 +64,43 @@ class StepDriver:
 
     A loop of three lines: hand events to the scheduler, submit the tasks of the actions it returns, wait for
     tasks and turn their reports into events. Trajectories stay where they were made; trainers read them there.
+
+    Workers that die are started again where the run allows it (docs/design/restarts.md): others are served meanwhile,
+    the scheduler hands out anew what a lost generator was at, and the trainers do their task once more.
     """
 
     def __init__(
-        self, pool: WorkerPool, scheduler: Scheduler, module: DiffusionRLModule, *, timestep_batch_size: int | None
+        self,
+        pool: WorkerPool,
+        scheduler: Scheduler,
+        module: DiffusionRLModule,
+        *,
+        timestep_batch_size: TimestepBatchSize,
+        poll: Callable[[], None],
     ) -> None:
-        """Drive the workers of `pool`, which are idle; `module` decides advantages, its weights are not touched."""
+        """Drive the workers of `pool`, which are idle.
+
+        Args:
+            pool: of running workers.
+            scheduler: decides who does what.
+            module: decides advantages; its weights are not touched.
+            timestep_batch_size: of all updates.
+            poll: called at least every 0.2 s during a wait; may raise to end it.
+        """
         self._pool = pool
         self._engine: Engine = pool.engine
+        self._recovery = pool.recovery
+        self._recovery.observer = self
+        self._recovery.timestep_batch_size = timestep_batch_size
         self._scheduler = scheduler
         self._module = module
-        self._timestep_batch_size = timestep_batch_size
+        self._poll = poll
         self._events: deque[Event] = deque()  # happened already
         self._scored: dict[Slice, ScoreReport] = {}  # scored by their makers, which the scheduler has not asked for yet
-        self._pending: dict[Task, Callable[[], list[Event]]] = {}
-        self._steps: dict[int, _StepBook] = {}
+        self._pending: dict[Task, _Take | None] = {}  # None where somebody waits for the result
+        self._group: GroupTask | None = None
+        self._restarting: set[str] = set()
+        self._steps: dict[int, StepBook] = {}
         self._spans: list[WorkerSpan] = []
         self._is_paused = False
         self._started_step: int | None = None
@@ -121,7 +109,7 @@ class StepDriver:
     def add_step(self, plan: StepPlan) -> None:
         """Make a step's work known; generators may begin with it while the step before is trained."""
         waits_for_std = self._module.advantage_settings.need_batch_std and len(plan.micro_batches) > 1
-        self._steps[plan.prompts.step] = _StepBook(plan, waits_for_std)
+        self._steps[plan.prompts.step] = StepBook(plan, waits_for_std)
         self._observe(StepAdded(plan.micro_batches, plan.policy_version, plan.shares_rollout))
 
     def has_step(self, step: int) -> bool:
@@ -138,55 +126,46 @@ class StepDriver:
             self._observe(StepStarted(step))
         return self._steps[step].plan.prompts
 
-    def finish_step(self, step: int, poll: Callable[[], None]) -> StepResult:
-        """Generate, score and train the rest of a started step.
-
-        Args:
-            step: its index.
-            poll: called at least every 0.2 s; may raise to end the step.
-        """
+    def finish_step(self, step: int) -> StepResult:
+        """Generate, score and train the rest of a started step."""
         book = self._steps[step]
-        self._run(lambda: book.finish is not None, poll)
-        assert book.finish is not None, "that is what `_run` waits for"
+        self._run(lambda: book.finish is not None)
         if book.waits_for_std:
-            self._apply_batch_std(book, poll)
-        self._free(self._steps.pop(step))
-        row_scale = book.row_scale
-        return StepResult(
-            book.plan.prompts,
-            book.rewards,
-            book.advantages,
-            book.gradient_scale,
-            row_scale,
-            book.num_dropped_groups,
-            row_scale * (book.gradient_scale * book.loss_sum + book.regularizer_sum) / book.plan.num_rows,
-            book.take_metrics(),
-            book.finish.num_stale_samples,
-            book.finish.num_assisted,
-        )
+            self._apply_batch_std(book)
+        self._recovery.journal.keep(book.all_trajectories)
+        return self._steps.pop(step).result()
 
     def announce_weights(self, version: int) -> None:
-        """Tell the scheduler that weights were published: generators load them when they are free."""
-        self._observe(WeightsPublished(version))
+        """Tell the scheduler that weights were published: generators load them when they are free.
 
-    def pause(self, poll: Callable[[], None]) -> None:
+        The trainers keep them for the case that one dies, or what trained them is given up.
+        """
+        self._observe(WeightsPublished(version))
+        for trainer, task in self._recovery.request_snapshot().items():
+            self._pending[task] = partial(self._on_snapshot, trainer, task)
+        self._flush()
+
+    def pause(self) -> None:
         """Let generators finish what they make, load the published weights and wait; the next step resumes."""
         if not self._is_paused:
             self._is_paused = True
             self._observe(Paused())
-        self._run(lambda: self._scheduler.is_quiet, poll)
+        self._run(lambda: self._scheduler.is_quiet and not self._restarting)
 
-    def close(self, poll: Callable[[], None]) -> None:
+    def close(self) -> None:
         """Pause, and let go of steps that were begun ahead and will not be trained, and of their gradient."""
-        self.pause(poll)
-        self._run(lambda: not self._pending, poll)
+        self.pause()
+        self._run(lambda: not self._pending)
         if self._started_step in self._steps:
-            self._wait_for([self._engine.submit(trainer, "discard_gradient") for trainer in self._pool.trainers], poll)
+            self._recovery.free(self._recovery.journal.give_up())
+            self._repeat(lambda: self._recovery.train_again([], self._gather))
         for book in self._steps.values():
-            self._free(book)
+            self._recovery.free(book.all_trajectories)
         self._steps.clear()
+        self._flush()
+        self._run(lambda: not self._pending)
 
-    def restart(self, scheduler: Scheduler) -> None:
+    def begin_anew(self, scheduler: Scheduler) -> None:
         """Go on with a new scheduler after `close`; it knows already what tasks take."""
         scheduler.durations = self._scheduler.durations
         self._scheduler, self._started_step, self._is_paused = scheduler, None, False
@@ -202,14 +181,49 @@ class StepDriver:
         spans, self._spans = tuple(self._spans), []
         return spans
 
+    def note_span(self, worker: str, task: str, detail: str, span: Span) -> None:
+        """Keep what a worker did, by this process's clock."""
+        offset_s = self._pool.clock_offset_s(worker)
+        self._spans.append(WorkerSpan(worker, task, detail, Span(span.start_s + offset_s, span.end_s + offset_s)))
+
     # ---- the loop ------------------------------------------------------------------------------------------
 
-    def _run(self, is_over: Callable[[], bool], poll: Callable[[], None]) -> None:
+    def _run(self, is_over: Callable[[], bool]) -> None:
         while not is_over():
-            poll()
-            for task in self._engine.wait(list(self._pending), _POLL_S):
-                for event in self._pending.pop(task)():
+            self._poll()
+            for task in self._wait():
+                take = self._pending.pop(task, None)
+                if take is None:  # somebody waits for it, or a restart has made it void meanwhile
+                    continue
+                try:
+                    events = take()
+                except Exception as error:
+                    if not task.has_failed and not isinstance(error, WorkerError):
+                        raise
+                    self._recover(error, task.worker)
+                    continue
+                for event in events:
                     self._observe(event)
+
+    def _wait(self) -> list[Task]:
+        try:
+            return self._engine.wait(list(self._pending), _POLL_S)
+        except WorkerTimeout as error:
+            self._recovery.end_hung(error)
+            return []
+
+    def _gather(self, tasks: Sequence[Task]) -> list[Any]:
+        """Wait for all of some tasks, or the first failure, and serve the others meanwhile."""
+        self._pending |= dict.fromkeys(tasks)
+        self._run(lambda: all(task.is_done for task in tasks) or any(task.has_failed for task in tasks))
+        for task in tasks:
+            if task.has_failed:
+                task.result()
+        return [task.result() for task in tasks]
+
+    def _repeat(self, call: Callable[[], T]) -> T:
+        """Call, and again where workers have died meanwhile."""
+        return self._recovery.run(call, self._gather)
 
     def _observe(self, event: Event) -> None:
         self._events.append(event)
@@ -232,38 +246,37 @@ class StepDriver:
             case LoadWeights(generator, version):
                 task = self._pool.load_weights(generator, version)
                 self._pending[task] = partial(self._on_loaded, generator, version, task)
-            case Assist(micro_batch):
-                self._submit_assist(micro_batch)
-            case Update(micro_batch):
-                self._submit_update(micro_batch)
+            case Assist() | Update():
+                self._group = GroupTask(action)
+                self._submit_group()
             case FinishStep():
                 self._steps[action.step].finish = action
 
     def _on_loaded(self, generator: str, version: int, task: Task) -> list[Event]:
         span: Span = task.result()
-        self._spans.append(WorkerSpan(generator, "sync", f"version {version}", span))
+        self.note_span(generator, "sync", f"version {version}", span)
         return [WeightsLoaded(generator, version, span.seconds)]
 
-    def _on_generated(self, part: Slice, generator: str, task: Task, book: _StepBook) -> list[Event]:
+    def _on_generated(self, part: Slice, generator: str, task: Task, book: StepBook) -> list[Event]:
         report: GenerateReport = task.result()
-        book.trajectories[part] = report.trajectories
+        book.trajectories[part] = tuple(self._recovery.adopt(ref) for ref in report.trajectories)
         book.metrics.join(report.metrics)
-        self._spans.append(WorkerSpan(generator, "generate", str(part), report.span))
+        self.note_span(generator, "generate", str(part), report.span)
         if report.score is not None:
             self._scored[part] = report.score
         return [Generated(part, generator, report.span.seconds)]
 
-    def _on_scored(self, part: Slice, worker: str, task: Task, book: _StepBook) -> list[Event]:
+    def _on_scored(self, part: Slice, worker: str, task: Task, book: StepBook) -> list[Event]:
         return [self._take_score(part, worker, task.result())]
 
     def _take_score(self, part: Slice, worker: str, report: ScoreReport) -> Scored:
         book = self._steps[part.step]
         self._note_rewards(part, report.rewards, book)
         book.metrics.join(report.metrics)
-        self._spans.append(WorkerSpan(worker, "score", str(part), report.span))
+        self.note_span(worker, "score", str(part), report.span)
         return Scored(part, worker, report.span.seconds)
 
-    def _note_rewards(self, part: Slice, rewards: Sequence[Any], book: _StepBook) -> None:
+    def _note_rewards(self, part: Slice, rewards: Sequence[Any], book: StepBook) -> None:
         """Keep a slice's rewards; where its micro-batch is whole now, compare them while trainers are busy."""
         book.note_rewards(part, torch.tensor(rewards))
         micro_batch = book.plan.micro_batches[part.micro_batch]
@@ -274,7 +287,7 @@ class StepDriver:
     def _centered(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
         return self._module.advantage_settings.centered(self._module.compared_rewards(rewards), group_ids)
 
-    def _apply_batch_std(self, book: _StepBook, poll: Callable[[], None]) -> None:
+    def _apply_batch_std(self, book: StepBook) -> None:
         """Turn a gradient of centered rewards into that of advantages, which the whole step's std divides.
 
         Where an advantage would be clipped, the gradient is no multiple of what was accumulated: the step is trained
@@ -298,182 +311,131 @@ class StepDriver:
                 book.plan.prompts.step,
             )
         book.loss_sum, book.regularizer_sum, book.update_metrics = 0.0, 0.0, MetricAccumulator()
-        self._wait_for([self._engine.submit(trainer, "discard_gradient") for trainer in self._pool.trainers], poll)
-        for micro_batch in book.plan.micro_batches:
-            tasks = {trainer: self._send_update(trainer, micro_batch, book) for trainer in self._pool.trainers}
-            self._wait_for(list(tasks.values()), poll)
-            for trainer, task in tasks.items():
-                self._on_update_report(trainer, book, micro_batch, task.result())
+        self._recovery.journal.forget_updates()
+        calls = [book.update_call(micro_batch) for micro_batch in book.plan.micro_batches]
+        for call, reports in zip(calls, self._train_again(calls), strict=True):
+            self._note_update(call, reports, book)
 
-    def _wait_for(self, tasks: list[Task], poll: Callable[[], None]) -> None:
-        """Wait for all of some tasks, and serve the others meanwhile."""
-
-        def is_over() -> bool:
-            return all(task.is_done for task in tasks)
-
-        for task in tasks:
-            self._pending[task] = partial(_no_events, task)
-        self._run(is_over, poll)
+    def _train_again(self, calls: Sequence[UpdateCall]) -> list[list[UpdateReport]]:
+        return self._repeat(lambda: self._recovery.train_again(calls, self._gather))
 
     # ---- the trainer group ---------------------------------------------------------------------------------
 
-    def _submit_assist(self, micro_batch: MicroBatch) -> None:
-        """Let the ranks share a micro-batch's slices; each is the batch that a generator would have made."""
-        book = self._steps[micro_batch.step]
-        ranks = self._pool.trainers
-        for rank, trainer in enumerate(ranks):
-            parts = micro_batch.slices[rank :: len(ranks)]
-            prompts = [book.prompts_of(part) for part in parts]
-            num_missing = -(-len(micro_batch.slices) // len(ranks)) - len(parts)
-            follows = [book.prompts_of(micro_batch.slices[0])] * (num_missing if self._pool.shards_trainers else 0)
-            task = self._engine.submit(
-                trainer, "assist", prompts, scores=not self._pool.reward_workers, follows=follows
-            )
-            self._expect_from_rank(trainer, micro_batch, task, partial(self._on_assist_report, parts, trainer, book))
+    def _submit_group(self) -> None:
+        """Let the trainers begin what the scheduler wants of them, or do it once more; if they are there."""
+        if self._group is None or self._recovery.is_rebuilding:
+            return
+        book = self._steps[self._group.action.micro_batch.step]
+        self._group.submit(self._pool, book)
+        for task in self._group.tasks.values():
+            self._pending[task] = partial(self._on_rank_done, self._group, task, book)
 
-    def _on_assist_report(
-        self, parts: Sequence[Slice], trainer: str, book: _StepBook, micro_batch: MicroBatch, report: AssistReport
-    ) -> float:
-        book.trajectories.update((part, (ref,)) for part, ref in zip(parts, report.trajectories, strict=True))
-        for part, rewards in zip(parts, report.rewards, strict=False):  # none where reward workers score
-            self._note_rewards(part, rewards, book)
-        book.metrics.join(report.metrics)
-        self._spans.append(WorkerSpan(trainer, "assist", str(micro_batch), report.span))
-        return report.switch_s
-
-    def _submit_update(self, micro_batch: MicroBatch) -> None:
-        book = self._steps[micro_batch.step]
-        for trainer in self._pool.trainers:
-            task = self._send_update(trainer, micro_batch, book)
-            self._expect_from_rank(trainer, micro_batch, task, partial(self._on_update_report, trainer, book))
-
-    def _send_update(self, trainer: str, micro_batch: MicroBatch, book: _StepBook) -> Task:
-        rows = slice(micro_batch.start, micro_batch.stop)
-        return self._engine.submit(
-            trainer,
-            "update",
-            [ref for part in micro_batch.slices for ref in book.trajectories[part]],
-            book.rewards[rows].tolist(),
-            book.advantages[rows].tolist(),
-            num_rows=book.plan.num_rows,
-            timestep_batch_size=self._timestep_batch_size,
-            keeps_parts_apart=book.waits_for_std,
-        )
-
-    def _on_update_report(self, trainer: str, book: _StepBook, micro_batch: MicroBatch, report: UpdateReport) -> float:
-        book.loss_sum += report.loss_sum
-        book.regularizer_sum += report.regularizer_sum
-        book.update_metrics.join(report.metrics)
-        self._spans.append(WorkerSpan(trainer, "update", str(micro_batch), report.span))
-        return report.switch_s
-
-    def _expect_from_rank(
-        self,
-        trainer: str,
-        micro_batch: MicroBatch,
-        task: Task,
-        take: Callable[[MicroBatch, AssistReport | UpdateReport], float],
-    ) -> None:
-        book = self._steps[micro_batch.step]
-        book.unreported_ranks.setdefault(micro_batch, {})[trainer] = None
-        self._pending[task] = partial(self._on_rank_done, trainer, micro_batch, task, take)
-
-    def _on_rank_done(
-        self,
-        trainer: str,
-        micro_batch: MicroBatch,
-        task: Task,
-        take: Callable[[MicroBatch, AssistReport | UpdateReport], float],
-    ) -> list[Event]:
-        """The group is done when its last rank is; switching takes as long as the slowest rank needs."""
-        report = task.result()
-        ranks = self._steps[micro_batch.step].unreported_ranks[micro_batch]
-        ranks[trainer] = take(micro_batch, report)
-        if any(switch_s is None for switch_s in ranks.values()):
+    def _on_rank_done(self, group: GroupTask, task: Task, book: StepBook) -> list[Event]:
+        """The group is done when its last rank is; only then is anything of it noted, as it may be done again."""
+        task.result()
+        if self._group is not group or not group.is_done:
             return []
-        switch_s = max(seconds for seconds in ranks.values() if seconds is not None)
-        del self._steps[micro_batch.step].unreported_ranks[micro_batch]
-        event = Assisted if isinstance(report, AssistReport) else Updated
-        return [event(micro_batch, switch_s, report.span.seconds)]
+        reports = [task.result() for task in group.tasks.values()]
+        micro_batch = group.action.micro_batch
+        if isinstance(group.action, Assist):
+            self._note_assist(micro_batch, reports, book)
+        else:
+            self._group = None
+            call = book.update_call(micro_batch)
+            if any(report.out_of_memory for report in reports):
+                # A part of the failed micro-batch is in the gradient; the ranks have agreed on smaller batches.
+                reports = self._train_again([*self._recovery.journal.open.updates, call])[-1]
+            self._note_update(call, reports, book)
+        # Switching takes as long as the slowest rank needs.
+        switch_s, seconds = max(report.switch_s for report in reports), reports[-1].span.seconds
+        event = Assisted if isinstance(group.action, Assist) else Updated
+        return [event(micro_batch, switch_s, seconds)]
 
-    def _free(self, book: _StepBook) -> None:
-        """Let go of a step's trajectories; nobody reads them any more."""
-        by_worker: dict[str, list[ObjectRef]] = {}
-        for ref in (ref for refs in book.trajectories.values() for ref in refs):
-            by_worker.setdefault(ref.worker, []).append(ref)
-        for worker, refs in by_worker.items():
-            # Not waited for: a generator may be in the middle of the next step.
-            task = self._engine.submit(worker, "free", refs)
+    def _note_assist(self, micro_batch: MicroBatch, reports: Sequence[AssistReport], book: StepBook) -> None:
+        adopted = [[self._recovery.adopt(ref) for ref in report.trajectories] for report in reports]
+        self._group = None  # only now: if one is lost, the micro-batch is made again
+        for (trainer, parts), report, refs in zip(
+            shares(micro_batch, self._pool.trainers).items(), reports, adopted, strict=True
+        ):
+            book.trajectories.update((part, (ref,)) for part, ref in zip(parts, refs, strict=True))
+            for part, rewards in zip(parts, report.rewards, strict=False):  # none where reward workers score
+                self._note_rewards(part, rewards, book)
+            book.metrics.join(report.metrics)
+            self.note_span(trainer, "assist", str(micro_batch), report.span)
+
+    def _note_update(self, call: UpdateCall, reports: Sequence[UpdateReport], book: StepBook) -> None:
+        self._recovery.journal.note_update(call)
+        for trainer, report in zip(self._pool.trainers, reports, strict=True):
+            book.loss_sum += report.loss_sum
+            book.regularizer_sum += report.regularizer_sum
+            book.update_metrics.join(report.metrics)
+            self.note_span(trainer, "update", str(call.micro_batch), report.span)
+
+    def _on_snapshot(self, trainer: str, task: Task) -> list[Event]:
+        self._recovery.note_snapshot(trainer, task.result())
+        self._flush()
+        return []
+
+    def _flush(self) -> None:
+        for task in self._recovery.flush():
             self._pending[task] = partial(_no_events, task)
 
+    # ---- restarts ------------------------------------------------------------------------------------------
 
-@dataclass
-class _StepBook:
-    """What the driver notes of a step under way."""
+    def _recover(self, error: Exception, worker: str) -> None:
+        """Start those again whom an error shows to be lost; the error is raised where nobody is, or the run ends."""
+        unit = self._recovery.lost_unit(error, worker)
+        if unit == TRAINERS:
+            self._recovery.restart(unit, self._gather)
+            return
+        self._recovery.forget(unit)
+        self.on_lost(unit)
+        self._restarting.add(unit)
+        try:
+            tasks = self._pool.launch(unit)
+        except WorkerError as failure:
+            self._recover(failure, unit)
+            return
+        for task in tasks:
+            self._pending[task] = partial(_no_events, task)
+        self._pending[tasks[-1]] = partial(self._on_launched, unit, tasks[-1])
 
-    plan: StepPlan
-    waits_for_std: bool
-    """Whether micro-batches are trained on centered rewards, because the step's std is known only at its end."""
-    rewards: Tensor = field(init=False)
-    advantages: Tensor = field(init=False)
-    gradient_scale: float = 1.0
-    trajectories: dict[Slice, tuple[ObjectRef, ...]] = field(default_factory=dict)
-    unreported_ranks: dict[MicroBatch, dict[str, float | None]] = field(default_factory=dict)
-    loss_sum: float = 0.0
-    regularizer_sum: float = 0.0
-    metrics: MetricAccumulator = field(default_factory=MetricAccumulator)
-    """Of rollouts and scores."""
-    update_metrics: MetricAccumulator = field(default_factory=MetricAccumulator)
-    finish: FinishStep | None = None
+    def _on_launched(self, unit: str, task: Task) -> list[Event]:
+        task.result()
+        self._pool.rejoin(unit)
+        version = self._version_of(unit)
+        if version is None:
+            return self._join(unit, None)
+        loading = self._pool.load_weights(unit, version)
+        self._pending[loading] = partial(self._on_rejoined, unit, version, loading)
+        return []
 
-    def __post_init__(self) -> None:
-        self.rewards = self.advantages = torch.empty(0)
-        self.is_kept = torch.ones(len(self.plan.prompts), dtype=torch.bool)
-        self._scored: set[Slice] = set()
+    def _on_rejoined(self, unit: str, version: int, task: Task) -> list[Event]:
+        task.result()
+        return self._join(unit, version)
 
-    @property
-    def row_scale(self) -> float:
-        """Planned samples over those that are left; 0 if none is."""
-        num_kept = int(self.is_kept.sum())
-        return len(self.is_kept) / num_kept if num_kept else 0.0
+    def _join(self, unit: str, version: int | None) -> list[Event]:
+        self._restarting.discard(unit)
+        return [WorkerJoined(unit, version)]
 
-    @property
-    def num_dropped_groups(self) -> int:
-        """Groups whose reward has failed."""
-        return len(torch.tensor(self.plan.prompts.group_ids)[~self.is_kept].unique())
+    def _version_of(self, unit: str) -> int | None:
+        """Give the version that a unit must have to go on; reward workers need none."""
+        return None if unit in self._pool.reward_workers else self._pool.published_version
 
-    def prompts_of(self, part: Slice) -> PromptBatch:
-        return self.plan.prompts.select(slice(part.start, part.stop))
+    def on_lost(self, unit: str) -> None:
+        """Forget what the workers of a unit were at; the scheduler hands it out anew."""
+        for task in [task for task in self._pending if self._pool.unit_of(task.worker) == unit]:
+            del self._pending[task]
+        self._restarting.discard(unit)
+        if unit != TRAINERS:
+            self._observe(WorkerLost(unit, returns=True))
 
-    def note_rewards(self, part: Slice, rewards: Tensor) -> None:
-        """Keep rewards [b] or [b, R] of a slice."""
-        if not len(self.rewards):
-            self.rewards = torch.full((len(self.plan.prompts), *rewards.shape[1:]), float("nan"))
-        self.rewards[part.start : part.stop] = rewards
-        self._scored.add(part)
-
-    def is_scored(self, micro_batch: MicroBatch) -> bool:
-        return self._scored.issuperset(micro_batch.slices)
-
-    def take_metrics(self) -> dict[str, MetricValue]:
-        """Hand over the metrics of all tasks."""
-        self.metrics.join(self.update_metrics.take())
-        return self.metrics.take()
-
-    def compare(
-        self,
-        micro_batch: MicroBatch,
-        compare: Callable[[Tensor, Tensor], Tensor],
-        kept_rows: Callable[[Tensor, Tensor], Tensor],
-    ) -> None:
-        """Compare the rewards of a micro-batch that is whole; groups whose reward has failed have none."""
-        rows = slice(micro_batch.start, micro_batch.stop)
-        rewards, group_ids = self.rewards[rows].clone(), torch.tensor(self.plan.prompts.group_ids[rows])
-        self.is_kept[rows] = kept_rows(rewards, group_ids)
-        advantages = advantages_of_kept(rewards, self.is_kept[rows], group_ids, compare)
-        if not len(self.advantages):
-            self.advantages = torch.full((len(self.plan.prompts), *advantages.shape[1:]), float("nan"))
-        self.advantages[rows] = advantages.float()
+    def on_back(self, unit: str) -> None:
+        """Let them go on: trainers do their task again."""
+        if unit == TRAINERS:
+            self._submit_group()
+        else:
+            self._observe(WorkerJoined(unit, self._version_of(unit)))
 
 
 def _no_events(task: Task) -> list[Event]:

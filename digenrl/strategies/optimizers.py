@@ -9,11 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from digenrl.policies.shards import full_tensor, local_tensor, shard_of, with_rows
 
 _COMMON_ATTRIBUTES = frozenset(
     # LR schedulers put the last two on the driver's optimizer.
     [*vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)), "step", "_opt_called"]
 )
+
+_ORIGIN = "driver_group"
+"""Key under which a parameter group says which of the driver's groups it is a part of."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,10 @@ class OptimizerSpec:
         return cls(type(optimizer), dict(optimizer.defaults), groups, attributes)
 
     def bind(self, module: nn.Module) -> torch.optim.Optimizer:
-        """Make the optimizer over the parameters of the same names."""
+        """Make the optimizer over the parameters of the same names.
+
+        Sharded ones get a parameter group of their own: optimizers that handle a group in one call take either kind.
+        """
         parameters = dict(module.named_parameters())
         optimizer = self.optimizer_class.__new__(self.optimizer_class)
         vars(optimizer).update(self.attributes)
@@ -60,11 +69,27 @@ class OptimizerSpec:
                 "defaults": dict(self.defaults),
                 "state": defaultdict(dict),
                 "param_groups": [
-                    {**group, "params": [parameters[name] for name in group["params"]]} for group in self.groups
+                    {**group, "params": members, _ORIGIN: index}
+                    for index, group in enumerate(self.groups)
+                    for members in _by_kind([parameters[name] for name in group["params"]])
                 ],
             }
         )
         return optimizer
+
+
+def _by_kind(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    kinds: dict[bool, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+    return list(kinds.values()) or [[]]
+
+
+def update_settings(optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
+    """Take over the hyper-parameters of the driver's parameter groups."""
+    assert {group[_ORIGIN] for group in optimizer.param_groups} == set(range(len(settings))), "made by `bind`"
+    for group in optimizer.param_groups:
+        group.update(settings[group[_ORIGIN]])
 
 
 def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -88,16 +113,24 @@ def changed_settings(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str
     ]
 
 
-def named_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Give the optimizer's state by parameter name, on the CPU."""
-    return {
-        name: {
-            key: value.detach().cpu().clone() if isinstance(value, Tensor) else value
-            for key, value in optimizer.state[parameter].items()
-        }
-        for name, parameter in module.named_parameters()
-        if parameter in optimizer.state
-    }
+def named_state(
+    optimizer: torch.optim.Optimizer, module: nn.Module, *, keeps: bool = True
+) -> dict[str, dict[str, Any]]:
+    """Give the optimizer's state by parameter name, on the CPU, sharded tensors as wholes.
+
+    All ranks call it together, and gather tensor by tensor; one that has no use for the result `keeps` nothing.
+    """
+    state: dict[str, dict[str, Any]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter in optimizer.state:
+            entries = state[name] = {}
+            for key, value in optimizer.state[parameter].items():
+                if isinstance(value, DTensor):  # its ranks exchange what is on the device, and it may be in host memory
+                    value = value.to(local_tensor(parameter).device)
+                whole = full_tensor(value.detach()) if isinstance(value, Tensor) else value
+                if keeps:
+                    entries[key] = whole.to("cpu", copy=True) if isinstance(whole, Tensor) else whole
+    return state
 
 
 def load_named_state(
@@ -129,6 +162,8 @@ def _placed(key: str, value: Any, parameter: nn.Parameter, is_step_on_device: bo
     """Copy an entry to where the optimizer wants it: `step` counters stay on the CPU unless it needs them elsewhere."""
     if not isinstance(value, Tensor):
         return value
+    if isinstance(parameter, DTensor) and value.shape == parameter.shape:
+        return shard_of(value, parameter)
     return value.to("cpu" if key == "step" and not is_step_on_device else parameter.device, copy=True)
 
 
@@ -136,29 +171,57 @@ def _placed(key: str, value: Any, parameter: nn.Parameter, is_step_on_device: bo
 class TrainingState:
     """Gradients and optimizer state of a trainer while they are in host memory, to make room for generation."""
 
-    gradients: dict[nn.Parameter, Tensor]
-    tensors: dict[tuple[nn.Parameter, str], Tensor]
+    gradients: dict[nn.Parameter, _HostTensor]
+    tensors: dict[tuple[nn.Parameter, str], _HostTensor]
 
     @classmethod
-    def take(cls, optimizer: torch.optim.Optimizer) -> TrainingState:
-        """Move them to host memory, bit by bit the same; the parameters keep only their values."""
+    def take(
+        cls, optimizer: torch.optim.Optimizer, gradient_holders: Sequence[nn.Parameter] | None = None
+    ) -> TrainingState:
+        """Move them to host memory, bit by bit the same; the parameters keep only their values.
+
+        Args:
+            optimizer: with its state.
+            gradient_holders: whose `grad` has the gradients; None is the optimizer's parameters.
+        """
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients, tensors = {}, {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    gradients[parameter] = parameter.grad.to("cpu", copy=True)
-                    parameter.grad = None
-                entries = optimizer.state.get(parameter, {})
-                for key, value in entries.items():
-                    if isinstance(value, Tensor) and value.dim() > 0:
-                        tensors[parameter, key] = value.to("cpu", copy=True)
-                        entries[key] = value.new_empty(0)
+        for holder in parameters if gradient_holders is None else gradient_holders:
+            if holder.grad is not None:
+                gradients[holder] = _HostTensor.of(holder.grad)
+                holder.grad = None
+        for parameter in parameters:
+            entries = optimizer.state.get(parameter, {})
+            for key, value in entries.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    tensors[parameter, key] = _HostTensor.of(value)
+                    entries[key] = torch.empty(0, dtype=value.dtype, device=local_tensor(value).device)
         return cls(gradients, tensors)
 
     def give_back(self, optimizer: torch.optim.Optimizer) -> None:
         """Move them back to where they were."""
-        for parameter, gradient in self.gradients.items():
-            assert parameter.grad is None, "a gradient was accumulated while the training state was away"
-            parameter.grad = gradient.to(parameter.device)
+        for holder, gradient in self.gradients.items():
+            assert holder.grad is None, "a gradient was accumulated while the training state was away"
+            holder.grad = gradient.on_device()
         for (parameter, key), value in self.tensors.items():
-            optimizer.state[parameter][key] = value.to(parameter.device)
+            optimizer.state[parameter][key] = value.on_device()
+
+
+@dataclass(frozen=True)
+class _HostTensor:
+    """A copy of this rank's part of a tensor in host memory, and what it takes to make the tensor of it again."""
+
+    part: Tensor
+    device: torch.device
+    like: DTensor | None
+    """Without memory; None if the tensor was not sharded."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _HostTensor:
+        part = local_tensor(tensor)
+        like = with_rows(part.to("meta"), tensor) if isinstance(tensor, DTensor) else None
+        return cls(part.to("cpu", copy=True), part.device, like)
+
+    def on_device(self) -> Tensor:
+        part = self.part.to(self.device)
+        return part if self.like is None else with_rows(part, self.like)

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from digenrl.engines import Engine, JoinedTask, ObjectRef, Requirements, Task
+from digenrl.engines import Engine, JoinedTask, ObjectRef, Requirements, Task, WorkerDied, WorkerError
 from digenrl.strategies.optimizers import OptimizerSpec
+from digenrl.strategies.recovery import TRAINERS, Recovery
 from digenrl.strategies.skeleton import ModuleOutline
-from digenrl.strategies.weight_planes import SharedMemoryPlane, WeightPlane, WeightSyncError
+from digenrl.strategies.snapshots import StepCall
+from digenrl.strategies.weight_planes import (
+    SharedMemoryPlane,
+    WeightPlane,
+    WeightPlaneName,
+    WeightSyncError,
+    choose_plane,
+)
 from digenrl.strategies.workers import (
     BuildReport,
     LogCall,
@@ -34,7 +44,8 @@ class WorkerPool:
     """Generators, trainers and reward workers of one run.
 
     Lifecycle: `start_generators` (and `start_trainers`, for training), `build`, then, for training,
-    `connect_trainers`, `configure_optimizer` and any number of steps; `shutdown` ends the workers.
+    `connect_trainers`, `configure_optimizer` and any number of steps; `shutdown` ends the workers. Where `max_restarts`
+    allows it, calls that wait start workers which die again, and are repeated.
     """
 
     def __init__(
@@ -47,6 +58,9 @@ class WorkerPool:
         num_reward_workers: int,
         devices_per_generator: int = 1,
         resources: Mapping[str, Mapping[str, float]] | None = None,
+        max_restarts: int = 0,
+        snapshot: str = "every_step",
+        weight_plane: WeightPlaneName = "auto",
     ) -> None:
         """Describe the workers; `resources` are what those of a role need beside a device, by role."""
         self.engine = engine
@@ -63,8 +77,17 @@ class WorkerPool:
         }
         self._num_trainers = num_trainers
         self._resources = resources or {}
-        self._plane: WeightPlane = SharedMemoryPlane(engine)
+        self._plane_name: WeightPlaneName = weight_plane
+        self._plane: WeightPlane = SharedMemoryPlane(engine)  # or another, once it is known where workers are
+        self.published_version: int | None = None
+        """Of the weights that generators are to have; None before trainers have given any."""
+        self.recovery = Recovery(self, max_restarts=max_restarts, snapshot=snapshot)
         self._built: set[str] = set()
+        self._module: bytes | None = None
+        self._optimizer: OptimizerSpec | None = None
+        self._place_in_run: tuple[int, int] | None = None  # policy version and seed, where the run was resumed
+        self._frozen_digest = ""  # of what `build` has given
+        self._base_states: list[tuple[ObjectRef, bool]] = []  # loaded since, and what trainers do not hand over
         self._rendezvous: TCPStore | None = None
         self._num_groups = 0
         self._devices: dict[str, int] = {}
@@ -86,9 +109,10 @@ class WorkerPool:
         trainers = tuple(f"trainer-{rank}" for rank in range(self._num_trainers)) if trains else ()
         roles = {"generator": self.generator_ranks, "reward_worker": self.reward_workers, "trainer": trainers}
         num_gpus = 1 if self._settings.device == "cuda" else 0
+        units = {rank: generator for generator, ranks in self._ranks.items() for rank in ranks}
         self.engine.reserve(
             {
-                worker: Requirements(role, num_gpus, self._resources.get(role, {}))
+                worker: Requirements(role, num_gpus, self._resources.get(role, {}), units.get(worker, ""))
                 for role, workers in roles.items()
                 for worker in workers
             }
@@ -96,26 +120,72 @@ class WorkerPool:
 
     def start_generators(self) -> None:
         """Start the generators, and the reward workers that score for them."""
-        for worker in (*self.generator_ranks, *self.reward_workers):
-            self._start(worker)
-        for generator in self.generators:
-            if len(self._ranks[generator]) > 1:
-                self._join(generator, self._ranks[generator])
+        self._bring_up([*self.generators, *self.reward_workers])
 
     def start_trainers(self) -> None:
         """Start the trainers and let them meet."""
         self.trainers = tuple(f"trainer-{rank}" for rank in range(self._num_trainers))
-        for worker in self.trainers:
-            self._start(worker)
-        self._join("trainers", self.trainers)
+        self._bring_up([TRAINERS])
+
+    def _bring_up(self, units: Sequence[str]) -> None:
+        tasks: list[Task] = []
+        for unit in units:
+            try:
+                tasks += self.launch(unit)
+            except WorkerError as error:
+                self.recovery.restart(self.recovery.lost_unit(error))
+        try:
+            self.engine.gather(tasks)
+        except Exception as error:
+            self.recovery.restart(self.recovery.lost_unit(error))
+
+    def launch(self, unit: str) -> list[Task]:
+        """Start a unit's workers, or start them again, and queue what makes them what they are, weights aside."""
+        ranks = self.ranks_of(unit)
+        for rank in ranks:
+            self.engine.kill(rank)
+        for rank in ranks:
+            self._start(rank)
+        tasks = self._join(unit, ranks) if unit == TRAINERS or len(ranks) > 1 else []
+        tasks += [self._submit_build(rank) for rank in ranks if rank in self._built]
+        if unit == TRAINERS and self._optimizer is not None:
+            tasks += [self.engine.submit(rank, "configure_optimizer", self._optimizer) for rank in ranks]
+        if unit in self.reward_workers:
+            return tasks
+        for state, strict in self._base_states:
+            tasks += [self.engine.submit(rank, "load_state_dict", state, strict) for rank in ranks]
+        if self._place_in_run is not None:
+            tasks += [self.engine.submit(rank, "resume", *self._place_in_run) for rank in ranks]
+        return tasks
+
+    def rejoin(self, unit: str) -> None:
+        """Connect a unit that was launched again, and has the state it had, with the weight plane."""
+        if self.published_version is not None and unit not in self.reward_workers:
+            self._plane.rejoin(*self.ranks_of(unit))
+
+    def unit_of(self, worker: str) -> str | None:
+        """Give the name of those that must be started again with a worker; None if it is none of the pool."""
+        if worker in self.trainers:
+            return TRAINERS
+        if worker in self._ranks or worker in self.reward_workers:
+            return worker
+        return next((generator for generator, ranks in self._ranks.items() if worker in ranks), None)
+
+    def ranks_of(self, unit: str) -> tuple[str, ...]:
+        """Give the workers of a unit."""
+        return self.trainers if unit == TRAINERS else self._ranks.get(unit, (unit,))
+
+    def clock_offset_s(self, worker: str) -> float:
+        """Give what is to be added to a worker's times; ranks of a generator are on one clock."""
+        return self.engine.clock_offset_s(self.ranks_of(worker)[0])
 
     def _start(self, worker: str) -> None:
         index = self._devices.setdefault(worker, len(self._devices))
         env = {"CUDA_VISIBLE_DEVICES": str(index)} if self._settings.device == "cuda" else {}
         self.engine.start(worker, Worker, env=env)
 
-    def _join(self, name: str, ranks: Sequence[str]) -> None:
-        """Let the ranks of a group meet."""
+    def _join(self, name: str, ranks: Sequence[str]) -> list[Task]:
+        """Let the ranks of a group meet, under a name that no group had before."""
         if len(ranks) > 1 and self._rendezvous is None:
             self._rendezvous = TCPStore(self.engine.driver_address, 0, is_master=True, wait_for_workers=False)
         self._num_groups += 1
@@ -131,12 +201,10 @@ class WorkerPool:
             )
             for rank in range(len(ranks))
         ]
-        self.engine.gather(
-            [
-                self.engine.submit(worker, "join_group", group, self._settings)
-                for worker, group in zip(ranks, groups, strict=True)
-            ]
-        )
+        return [
+            self.engine.submit(worker, "join_group", group, self._settings)
+            for worker, group in zip(ranks, groups, strict=True)
+        ]
 
     def build(self, module: bytes) -> tuple[ModuleOutline, ...]:
         """Have the workers that are new build the pickled module; returns its outline.
@@ -144,20 +212,12 @@ class WorkerPool:
         Raises:
             WeightSyncError: workers built different weights, trained ones aside, which are synchronized.
         """
+        self._module = module
         started = (*self.generator_ranks, *self.reward_workers, *self.trainers)
         new = [worker for worker in started if worker not in self._built]
-        tasks = [
-            self.engine.submit(
-                worker,
-                "build",
-                module,
-                self._settings,
-                trains=worker in self.trainers,
-                sets_up_reward=worker in (self.reward_workers or self.generator_ranks),
-            )
-            for worker in new
-        ]
-        reports: list[BuildReport] = self.engine.gather(tasks)
+        reports: list[BuildReport] = self.recovery.run(
+            lambda: self.engine.gather([self._submit_build(worker) for worker in new])
+        )
         for worker, report in zip(new, reports, strict=True):
             if report.frozen_digest != reports[0].frozen_digest:
                 raise WeightSyncError(
@@ -165,21 +225,53 @@ class WorkerPool:
                     "same ones in every process."
                 )
         self._built.update(new)
+        self._frozen_digest = reports[0].frozen_digest
         return reports[0].outlines
+
+    def _submit_build(self, worker: str) -> Task:
+        return self.engine.submit(
+            worker,
+            "build",
+            self._module,
+            self._settings,
+            trains=worker in self.trainers,
+            sets_up_reward=worker in (self.reward_workers or self.generator_ranks),
+        )
 
     def connect_trainers(self, version: int) -> None:
         """Give the trainers' weights to the generators."""
-        self._plane.setup(self.trainers, self.generator_ranks)
-        self.publish(version, must_change=False)
-        self.engine.gather([self.load_weights(generator, version) for generator in self.generators])
+
+        def connect() -> None:
+            self._plane.close()  # of an attempt before
+            self._plane = choose_plane(self._plane_name, self.engine, (*self.trainers, *self.generator_ranks))
+            self._plane.setup(self.trainers, self._ranks)
+            self._plane.publish(version, must_change=False)
+            self.engine.gather([self.load_weights(generator, version) for generator in self.generators])
+
+        self.recovery.run(connect)
+        self.published_version = version
 
     def configure_optimizer(self, spec: OptimizerSpec) -> None:
         """Make the optimizer on all trainers."""
-        self._call(self.trainers, "configure_optimizer", spec)
+
+        def configure() -> None:
+            self._call(self.trainers, "configure_optimizer", spec)
+            self.recovery.take_snapshot()
+
+        self.recovery.run(configure)
+        self._optimizer = spec
 
     def resume(self, version: int, seed: int) -> None:
         """Have all workers continue at `version`."""
-        self._call([*self.generator_ranks, *self.trainers], "resume", version, seed)
+
+        def resume() -> None:
+            self._call([*self.generator_ranks, *self.trainers], "resume", version, seed)
+            if self._optimizer is not None:
+                self.recovery.take_snapshot()
+
+        self._place_in_run = version, seed
+        self.recovery.begin_anew(version)
+        self.recovery.run(resume)
 
     # ---- steps ---------------------------------------------------------------------------------------------
 
@@ -200,44 +292,42 @@ class WorkerPool:
 
     def score(self, worker: str, trajectories: Sequence[ObjectRef]) -> Task:
         """Have a worker score samples; several devices of a generator score those they have made."""
-        if worker not in self._ranks or len(self._ranks[worker]) == 1:
+        ranks = self.ranks_of(worker)
+        if len(ranks) == 1:
             return self.engine.submit(worker, "score", trajectories)
-        calls = [self.engine.submit(ref.worker, "score", [ref]) for ref in trajectories]
+        calls = [self.engine.submit(rank, "score", [ref]) for rank, ref in zip(ranks, trajectories, strict=False)]
         return JoinedTask(worker, calls, join_score_reports)
 
-    def optimizer_step(
-        self,
-        settings: Sequence[Mapping[str, Any]],
-        clip_value: float,
-        clip_algorithm: Literal["norm", "value"],
-        *scales: float,
-    ) -> dict[str, Task]:
-        """Have every trainer rank step its optimizer; each task's result is a `StepReport`."""
-        return {
-            trainer: self.engine.submit(trainer, "optimizer_step", settings, clip_value, clip_algorithm, *scales)
-            for trainer in self.trainers
-        }
+    def end_window(self, call: StepCall, meanwhile: Callable[[], None]) -> dict[str, StepReport]:
+        """Have every trainer rank step its optimizer, or count a step; do something else while they do.
 
-    def skip_step(self) -> None:
-        """Have every trainer count a step without stepping its optimizer."""
-        self._call(self.trainers, "skip_step")
+        Returns:
+            What each rank reports; nothing where no row is left to train.
+        """
+        waiting = [[call.submit(self.engine, trainer) for trainer in self.trainers]]
+        meanwhile()
 
-    def gather(self, tasks: Mapping[str, Task]) -> dict[str, StepReport]:
-        """Wait for tasks of some workers."""
-        return dict(zip(tasks, self.engine.gather(list(tasks.values())), strict=True))
+        def end() -> list[Any]:
+            first = waiting.pop() if waiting else [call.submit(self.engine, trainer) for trainer in self.trainers]
+            return self.engine.gather(first)
+
+        reports = self.recovery.run(end)
+        self.recovery.journal.close(call)
+        return {} if call.is_empty else dict(zip(self.trainers, reports, strict=True))
 
     def publish(self, version: int, *, must_change: bool) -> None:
         """Have the trainers write their weights for the generators."""
-        self._plane.publish(version, must_change=must_change)
+        self.recovery.run(lambda: self._plane.publish(version, must_change=must_change))
+        self.published_version = version
 
     def sampler_steps(self) -> int:
         """Ask a trainer how many optimizer steps the copy that makes the samples has followed."""
-        steps: int = self.engine.call(self.trainers[0], "sampler_steps")
+        steps: int = self.recovery.run(lambda: self.engine.call(self.trainers[0], "sampler_steps"))
         return steps
 
     def load_weights(self, generator: str, version: int) -> Task:
         """Queue a generator's load of the published weights; its result is the `Span` it took."""
-        loads = [self._plane.load(rank, version) for rank in self._ranks[generator]]
+        loads = self._plane.load(generator, version)
         return loads[0] if len(loads) == 1 else JoinedTask(generator, loads, join_spans)
 
     # ---- evaluation ----------------------------------------------------------------------------------------
@@ -257,10 +347,11 @@ class WorkerPool:
             What the hook logged for each generator's share, each with the number of samples it speaks for.
         """
         shares = self._generators_shares(batch, units)
-        tasks = [
-            self._on_ranks(generator, "evaluation_step", hook, share, *args) for generator, share in shares.items()
-        ]
-        logged = self.engine.gather(tasks)
+        logged = self.recovery.run(
+            lambda: self.engine.gather(
+                [self._on_ranks(maker, "evaluation_step", hook, share, *args) for maker, share in shares.items()]
+            )
+        )
         return [[(len(share), call) for call in calls] for share, calls in zip(shares.values(), logged, strict=True)]
 
     def _on_ranks(self, generator: str, method: str, *args: Any) -> Task:
@@ -273,17 +364,34 @@ class WorkerPool:
     ) -> list[list[tuple[int, LogCall]]]:
         """Make a validation batch on the generators and score it on the reward workers; see `evaluate`."""
         shares = self._generators_shares(batch, units)
+        logged = self.recovery.run(lambda: self._make_and_score(shares, batch_idx))
+        return [[(len(share), call) for call in calls] for share, calls in zip(shares.values(), logged, strict=True)]
+
+    def _make_and_score(self, shares: Mapping[str, Sequence[Any]], batch_idx: int) -> list[list[LogCall]]:
         making = [
             self._on_ranks(generator, "validation_samples", share, batch_idx) for generator, share in shares.items()
         ]
         scorers = itertools.cycle(self.reward_workers)
-        scoring = []
-        for task in making:  # each is scored while the next are made
-            samples: ObjectRef = self.engine.gather([task])[0]
-            scoring.append((samples, self.engine.submit(next(scorers), "score_validation", samples)))
-        logged = self.engine.gather([task for _, task in scoring])
-        self.engine.gather([self.engine.submit(samples.worker, "free", [samples]) for samples, _ in scoring])
-        return [[(len(share), call) for call in calls] for share, calls in zip(shares.values(), logged, strict=True)]
+        try:
+            scoring = []
+            for task in making:  # each is scored while the next are made
+                scoring.append(self.engine.submit(next(scorers), "score_validation", self.engine.gather([task])[0]))
+            return self.engine.gather(scoring)
+        finally:
+            self._free_results(making)
+
+    def _free_results(self, tasks: Sequence[Task]) -> None:
+        """Have those that live let go of the objects that tasks have given, or will give."""
+        frees = []
+        for task in tasks:
+            try:
+                samples: ObjectRef = self.engine.gather([task])[0]
+            except Exception:  # of a worker that has died, or of what the caller knows already
+                continue
+            frees.append(self.engine.submit(samples.worker, "free", [samples]))
+        for task in frees:
+            with suppress(WorkerDied):
+                self.engine.gather([task])
 
     def _generators_shares(self, batch: Sequence[Any], units: Sequence[int] | None) -> dict[str, Sequence[Any]]:
         borders = range(len(batch) + 1) if units is None else units
@@ -297,63 +405,98 @@ class WorkerPool:
 
     def sample(self, prompts: PromptBatch) -> Tensor:
         """Make deterministic samples on the generators: media [B, (F), C, H, W] in [0, 1]."""
-        tasks = [
-            self._on_ranks(generator, "sample", prompts.select(slice(start, stop)))
+        shares = {
+            generator: prompts.select(slice(start, stop))
             for generator, (start, stop) in zip(
                 self.generators, even_shares(len(prompts), len(self.generators)), strict=True
             )
             if stop > start
-        ]
-        return torch.cat(self.engine.gather(tasks))
+        }
+        return torch.cat(
+            self.recovery.run(
+                lambda: self.engine.gather([self._on_ranks(maker, "sample", share) for maker, share in shares.items()])
+            )
+        )
 
     # ---- state ---------------------------------------------------------------------------------------------
 
     @property
-    def _keeper(self) -> str:
-        """Whose state is that of the run."""
-        return (self.trainers or self.generator_ranks)[0]
+    def _keepers(self) -> Sequence[str]:
+        """Whose state is that of the run: one hands it over, but all have a share of it."""
+        return self.trainers or self._ranks[self.generators[0]]
 
     def await_state(self, timeout_s: float) -> None:
-        """Wait until the worker whose state is fetched is free.
+        """Wait until the workers whose state is fetched are free.
 
         Raises:
-            WorkerTimeout: it is not within `timeout_s` seconds.
+            WorkerTimeout: one is not within `timeout_s` seconds.
         """
-        self.engine.drain(self._keeper, timeout_s)
+        end_s = time.monotonic() + timeout_s
+        for keeper in self._keepers:
+            self.engine.drain(keeper, max(end_s - time.monotonic(), 0.0))
 
     def fetch_state_dict(self) -> dict[str, Any]:
         """Fetch the weights: the trainers', if there are any."""
-        return self._fetch(self._keeper, "state_dict")
+        return self._fetch(self._keepers, "state_dict")
 
     def push_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> None:
         """Replace the weights of all workers."""
-        self._push([*self.trainers, *self.generator_ranks], "load_state_dict", dict(state_dict), strict)
+        ref = self.engine.store.put(dict(state_dict))
+        self._push([*self.trainers, *self.generator_ranks], "load_state_dict", ref, strict)
+        if self.recovery.is_possible and self._must_be_loaded_again():
+            if strict:
+                self._free_base_states()
+            self._base_states.append((ref, strict))
+        else:
+            self.engine.store.free([ref])
+
+    def _must_be_loaded_again(self) -> bool:
+        """Whether workers that are started again would lack something that was loaded, and trainers do not send."""
+        digests = self.recovery.run(lambda: self._call(self._ranks[self.generators[0]], "frozen_digest"))
+        return self.published_version is None or digests[0] != self._frozen_digest
+
+    def _free_base_states(self) -> None:
+        self.engine.store.free([ref for ref, _ in self._base_states])
+        self._base_states.clear()
 
     def fetch_optimizer_state(self) -> dict[str, Any]:
         """Fetch the optimizer's state by parameter name."""
-        return self._fetch(self.trainers[0], "optimizer_state")
+        return self._fetch(self.trainers, "optimizer_state")
 
     def push_optimizer_state(self, state: Mapping[str, Any]) -> None:
         """Replace the optimizer's state on all trainers."""
-        self._push(self.trainers, "load_optimizer_state", dict(state))
+        ref = self.engine.store.put(dict(state))
+        self._push(self.trainers, "load_optimizer_state", ref)
+        self.engine.store.free([ref])
 
     def shutdown(self) -> None:
         """End all workers. Safe to call twice."""
         self.engine.shutdown()
         self._plane.close()
+        self.recovery.close()
+        self._free_base_states()
+        self._rendezvous = None
         self._built.clear()
 
-    def _fetch(self, worker: str, method: str) -> dict[str, Any]:
-        ref = self.engine.call(worker, method)
+    def _fetch(self, workers: Sequence[str], method: str) -> dict[str, Any]:
+        """Have workers that share a state put it together, and take it from the first."""
+        self.recovery.check_state()
+        return self.recovery.run(lambda: self._fetch_once(workers, method))
+
+    def _fetch_once(self, workers: Sequence[str], method: str) -> dict[str, Any]:
+        ref = self._call(workers, method)[0]
         # A copy: what was read is memory that the worker is about to give back.
         state: dict[str, Any] = _clone_tensors(self.engine.store.get(ref))
-        self.engine.call(worker, "free", [ref])
+        self.engine.call(workers[0], "free", [ref])
         return state
 
-    def _push(self, workers: Sequence[str], method: str, state: dict[str, Any], *args: Any) -> None:
-        ref = self.engine.store.put(state)
-        self._call(workers, method, ref, *args)
-        self.engine.store.free([ref])
+    def _push(self, workers: Sequence[str], method: str, ref: ObjectRef, *args: Any) -> None:
+        def push() -> None:
+            self._call(workers, method, ref, *args)
+            if self._optimizer is not None:
+                self.recovery.take_snapshot()
+
+        self.recovery.run(push)
 
     def _call(self, workers: Sequence[str], method: str, *args: Any) -> list[Any]:
         return self.engine.gather([self.engine.submit(worker, method, *args) for worker in workers])
@@ -361,7 +504,7 @@ class WorkerPool:
 
 def _clone_tensors(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.clone()
+        return value.to("cpu", copy=True)  # quantized state of an optimizer has no `clone`
     if isinstance(value, dict):
         return {key: _clone_tensors(entry) for key, entry in value.items()}
     return value

@@ -1,46 +1,146 @@
-"""Which part of a tensor a rank holds, and how the parts become a whole."""
+"""Sharing a policy's blocks among ranks (FSDP2)."""
 
 from __future__ import annotations
 
-from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+import re
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from digenrl.policies import DiffusionPolicy
+from digenrl.policies.shards import full_tensor, is_first_holder, local_rows, local_tensor, shard_of, with_rows
+
+if TYPE_CHECKING:
+    from digenrl.strategies.workers.settings import GradientSync, Sharding
+
+__all__ = [
+    "check_hosts",
+    "full_tensor",
+    "is_first_holder",
+    "is_sharded",
+    "local_rows",
+    "local_tensor",
+    "make_mesh",
+    "shard_of",
+    "shard_policy",
+    "with_rows",
+]
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
-    """Give the part that this rank holds, as a view of the same memory; all of it if the tensor is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def check_hosts(sharding: Sharding, hosts: Sequence[str]) -> None:
+    """Check that ranks can hold what `sharding` asks of their hosts.
+
+    Raises:
+        ValueError: `"hybrid"` with other numbers of ranks on different hosts, or one on each.
+    """
+    counts = Counter(hosts)
+    if sharding == "hybrid" and (len(set(counts.values())) != 1 or len(counts) == len(hosts)):
+        found = ", ".join(f"{count} on {host}" for host, count in sorted(counts.items()))
+        raise ValueError(
+            f"`sharding` hybrid needs equally many trainers on each host, two or more, got {found}: change `trainers`, "
+            "or use `sharding` fsdp."
+        )
 
 
-def local_rows(tensor: Tensor) -> tuple[int, int]:
-    """Give the rows [start, stop) along the first axis that this rank holds; a tensor without axes has one row."""
-    num_rows = tensor.shape[0] if tensor.ndim else 1
-    if not isinstance(tensor, DTensor):
-        return 0, num_rows
-    start, stop = 0, num_rows
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None, "this rank is not part of the tensor's mesh"
-    for index, (size, placement) in enumerate(zip(tensor.device_mesh.shape, tensor.placements, strict=True)):
-        if isinstance(placement, Shard):
-            assert placement.dim == 0, "policies are sharded along the first axis"
-            chunk = -(-(stop - start) // size)  # as `torch.chunk` cuts: the last parts may be short or empty
-            begin = min(start + coordinate[index] * chunk, stop)
-            start, stop = begin, min(begin + chunk, stop)
-    return start, stop
+def make_mesh(device: str, sharding: Sharding, hosts: Sequence[str]) -> DeviceMesh:
+    """Arrange the ranks of the default process group: in one row, or, for `"hybrid"`, in a row for each host."""
+    if sharding != "hybrid":
+        return DeviceMesh(device, list(range(len(hosts))), mesh_dim_names=("shard",))
+    rows: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        rows.setdefault(host, []).append(rank)
+    return DeviceMesh(device, list(rows.values()), mesh_dim_names=("replicate", "shard"))
 
 
-def is_first_holder(tensor: Tensor, rank: int) -> bool:
-    """Whether this rank, of those that hold the very same rows, is the one that hands them over."""
-    if not isinstance(tensor, DTensor):
-        return rank == 0
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None, "this rank is not part of the tensor's mesh"
-    return all(
-        place == 0
-        for place, placement in zip(coordinate, tensor.placements, strict=True)
-        if not isinstance(placement, Shard)
+def is_sharded(policy: nn.Module) -> bool:
+    """Whether `shard_policy` was called on it."""
+    return isinstance(policy, FSDPModule)
+
+
+def shard_policy(policy: DiffusionPolicy, mesh: DeviceMesh, *, grad_sync: GradientSync) -> None:
+    """Let each rank hold a part of each block's parameters; a block gathers them while it computes.
+
+    What lies outside of the blocks stays whole on all ranks, so that `encode` and `decode` need no other rank, and so
+    do parameters without axes. Parameters travel in their own dtype: autocast decides what they are computed in, as it
+    does where they are whole. All ranks must call `policy` together from now on.
+
+    Args:
+        policy: built, on the CPU, the device or the meta device.
+        mesh: the ranks.
+        grad_sync: with `"micro_batch"` each backward averages the blocks' gradients over the ranks in float32.
+
+    Raises:
+        ValueError: the policy has no blocks, or blocks that cannot be shared among ranks.
+    """
+    blocks = list(policy.blocks())
+    if not blocks:
+        raise ValueError(
+            f"ranks share the blocks of a policy, but `{type(policy).__name__}.blocks` gives none: define it to give "
+            "the repeated modules, or leave `sharding` at none and `devices_per_generator` at 1."
+        )
+    shared = {parameter for block in blocks for parameter in block.parameters() if parameter.ndim > 0}
+    _check_shared(policy, blocks, shared)
+    whole = {parameter for parameter in policy.parameters() if parameter not in shared}
+    precision = MixedPrecisionPolicy(
+        reduce_dtype=torch.float32 if grad_sync == "micro_batch" else None, cast_forward_inputs=False
     )
+    # The root's output may well be a view: it has no parameters of its own that a backward must gather.
+    name = re.escape(f"FSDP{type(policy).__name__}") + "|" + re.escape(type(policy).__name__)
+    warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \(({name})\)")
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=precision, ignored_params=whole)
+    root = fully_shard(policy, mesh=mesh, mp_policy=precision, ignored_params=whole)
+    _note_no_inference(root)
+    root.set_requires_gradient_sync(grad_sync == "micro_batch")
+    if grad_sync == "micro_batch" and hasattr(root, "set_reduce_scatter_unused_params"):
+        # Where a parameter is used on some ranks only, all must send something; older versions cannot do that.
+        root.set_reduce_scatter_unused_params(True)
 
 
-def full_tensor(tensor: Tensor) -> Tensor:
-    """Give the whole tensor; all ranks must ask together. Unsharded tensors are given back as they are."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _note_no_inference(root: FSDPModule) -> None:
+    """Take back what FSDP2 notes of a forward, for the order of its backward, where there will be none.
+
+    It has no interface for that, and would keep a note for each block and forward of all rollouts to come.
+    """
+    state = root._get_fsdp_state()
+    start = 0
+
+    def note_start(*_: Any) -> None:
+        nonlocal start
+        start = len(state._comm_ctx.post_forward_order)
+
+    def take_back(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            order = state._comm_ctx.post_forward_order
+            for group in order[start:]:
+                group._post_forward_indices.pop()
+            del order[start:]
+
+    assert isinstance(root, nn.Module)
+    root.register_forward_pre_hook(note_start)
+    root.register_forward_hook(take_back)
+
+
+def _check_shared(policy: DiffusionPolicy, blocks: Sequence[nn.Module], shared: set[nn.Parameter]) -> None:
+    """Find what FSDP2 cannot share among ranks, or would compute with wrongly."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    for path, module in policy.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(module) not in inside and parameter in shared:
+                raise ValueError(
+                    f"`{f'{path}.{name}' if path else name}` is also a parameter of a block, and so cannot be sharded: "
+                    f"leave that block out of `{type(policy).__name__}.blocks`, or do not tie the two."
+                )
+    for block in blocks:
+        dtypes = {entry.dtype for entry in block.parameters() if entry in shared and entry.requires_grad}
+        if len(dtypes) > 1:
+            names = " and ".join(sorted(str(dtype) for dtype in dtypes))
+            raise ValueError(
+                f"a block of `{type(policy).__name__}` has trained parameters of {names}: sharding needs one dtype."
+            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from digenrl.strategies.driver import WorkerSpan
+from digenrl.strategies.step_book import WorkerSpan
 
 
 class StepWindow:

@@ -319,10 +319,8 @@ class Ledger:
         self.updated: list[MicroBatch] = []
         self.num_assisted: Counter[int] = Counter()
         self._policy = job.policy
-        self._maker: dict[Slice, str] = {}  # of what no trainer has taken
         self._scored: set[Slice] = set()
         self._touched: set[MicroBatch] = set()
-        self._in_vain: set[str] = set()  # workers that score what was lost
 
     @property
     def idle_generators(self) -> list[str]:
@@ -363,13 +361,12 @@ class Ledger:
                 self.waiting.append(part)
             case Scored(part, worker):
                 assert self.doing.pop(worker) == Score(part, worker)
-                self._enter_score(part, worker)
+                self._enter_score(part)
             case Assisted(micro_batch):
                 assert self.doing.pop(TRAINERS) == Assist(micro_batch)
                 if self._trainers_score:
                     self.whole.append(micro_batch)
                 else:
-                    self._maker |= dict.fromkeys(micro_batch.slices, TRAINERS)
                     self.waiting += micro_batch.slices
             case Updated(micro_batch):
                 assert self.doing.pop(TRAINERS) == Update(micro_batch)
@@ -389,7 +386,7 @@ class Ledger:
                 self.unmade.remove(part)
                 self.early.discard(part)
                 self._touched.add(self.micro_batch_of(part))
-                self._maker[part], self.version[part] = generator, self.holds[generator]
+                self.version[part] = self.holds[generator]
             case Score(part, worker):
                 self._begin(worker, action, self.scorers)
                 self.waiting.remove(part)
@@ -404,8 +401,6 @@ class Ledger:
             case Update(micro_batch):
                 self._begin(TRAINERS, action, [TRAINERS])
                 self.whole.remove(micro_batch)
-                for part in micro_batch.slices:
-                    self._maker.pop(part, None)
 
     def _begin(self, worker: str, action: Action, those_who_may: object) -> None:
         assert worker in those_who_may  # type: ignore[operator]
@@ -421,10 +416,7 @@ class Ledger:
             self.early |= {part for part in parts if part.stop <= num_early}
             self._touched |= {self.micro_batch_of(part) for part in parts if part in self.early}
 
-    def _enter_score(self, part: Slice, worker: str) -> None:
-        if worker in self._in_vain:
-            self._in_vain.remove(worker)
-            return
+    def _enter_score(self, part: Slice) -> None:
         self._scored.add(part)
         micro_batch = self.micro_batch_of(part)
         if set(micro_batch.slices) <= self._scored:
@@ -433,20 +425,12 @@ class Ledger:
     def _lose(self, worker: str) -> None:
         self.reward_workers.discard(worker)
         self.holds.pop(worker, None)
-        lost = {part for part, maker in self._maker.items() if maker == worker}
-        for part in lost:
-            del self._maker[part], self.version[part]
-        self.unmade |= lost
-        self._scored -= lost
-        self.waiting = [part for part in self.waiting if part not in lost]
-        self.whole = [entry for entry in self.whole if not lost & set(entry.slices)]
-        task = self.doing.pop(worker, None)
-        if isinstance(task, Score) and task.slice in self._maker and worker not in self._in_vain:
-            self.waiting.append(task.slice)
-        self._in_vain.discard(worker)
-        for other, action in self.doing.items():
-            if isinstance(action, Score) and action.slice in lost:
-                self._in_vain.add(other)
+        match self.doing.pop(worker, None):
+            case Generate(part, _):
+                del self.version[part]
+                self.unmade.add(part)
+            case Score(part, _):
+                self.waiting.append(part)
 
     def _give_up_early(self) -> None:
         """Early slices are made with the step's own weights once no generator has, or is loading, the ones before."""
@@ -1095,7 +1079,7 @@ def test_a_bound_below_one_slice_makes_nothing_stale() -> None:
 # ---- examples of losses ------------------------------------------------------------------------------------
 
 
-def test_a_lost_generators_samples_are_made_again() -> None:
+def test_a_lost_generators_samples_are_kept_and_what_it_was_at_is_made_again() -> None:
     step = cut(0, 2, group_size=2, num_generators=2)
     first, second = step[0].slices
     scheduler = Scheduler(["a", "b"])
@@ -1105,20 +1089,18 @@ def test_a_lost_generators_samples_are_made_again() -> None:
     scheduler.observe(Scored(first, "a"), 1.0)  # a goes on with the second micro-batch
     assert scheduler.observe(WorkerLost("a"), 2.0) == []
     scheduler.observe(Generated(second, "b"), 3.0)
-    assert scheduler.observe(Scored(second, "b"), 4.0) == [Generate(first, "b")]
-    scheduler.observe(Generated(first, "b"), 5.0)
-    assert scheduler.observe(Scored(first, "b"), 6.0) == [Generate(step[1].slices[0], "b"), Update(step[0])]
+    again = Generate(step[1].slices[0], "b")
+    assert scheduler.observe(Scored(second, "b"), 4.0) == [again, Update(step[0])]
 
 
-def test_what_the_trainer_has_taken_is_not_made_again() -> None:
+def test_a_sample_whose_scorer_is_lost_is_scored_by_another() -> None:
     (only,) = step = cut(0, 1)
     scheduler = Scheduler(["a", "b"])
     scheduler.observe(StepAdded(step, 0), 0.0)
     scheduler.observe(StepStarted(0), 0.0)
-    scheduler.observe(Generated(only.slices[0], "a"), 1.0)
-    assert scheduler.observe(Scored(only.slices[0], "a"), 1.0) == [Update(only)]
-    assert scheduler.observe(WorkerLost("a"), 2.0) == []
-    assert scheduler.observe(Updated(only), 3.0) == [FinishStep(0, num_stale_samples=0, num_assisted=0)]
+    assert scheduler.observe(Generated(only.slices[0], "a"), 1.0) == [Score(only.slices[0], "a")]
+    assert scheduler.observe(WorkerLost("a"), 2.0) == [Score(only.slices[0], "b")]
+    assert scheduler.observe(Scored(only.slices[0], "b"), 3.0) == [Update(only)]
 
 
 def test_the_only_generator_may_be_lost_at_work_and_replaced() -> None:
@@ -1129,17 +1111,28 @@ def test_the_only_generator_may_be_lost_at_work_and_replaced() -> None:
     assert scheduler.observe(WorkerJoined("b", 0), 2.0) == [Generate(only.slices[0], "b")]
 
 
-def test_the_reward_of_a_lost_sample_is_not_counted() -> None:
+def test_a_lost_maker_does_not_take_its_samples_from_the_reward_worker() -> None:
     (only,) = step = cut(0, 1)
     (part,) = only.slices
-    scheduler = Scheduler(["a", "b"], reward_workers=["judge", "other"])
+    scheduler = Scheduler(["a", "b"], reward_workers=["judge"])
     scheduler.observe(StepAdded(step, 0), 0.0)
     scheduler.observe(StepStarted(0), 0.0)
     assert scheduler.observe(Generated(part, "a"), 1.0) == [Score(part, "judge")]
-    assert scheduler.observe(WorkerLost("a"), 2.0) == [Generate(part, "b")]
-    assert scheduler.observe(Generated(part, "b"), 3.0) == [Score(part, "other")]
-    assert scheduler.observe(Scored(part, "judge"), 4.0) == []
-    assert scheduler.observe(Scored(part, "other"), 5.0) == [Update(only)]
+    assert scheduler.observe(WorkerLost("a"), 2.0) == []
+    assert scheduler.observe(Scored(part, "judge"), 4.0) == [Update(only)]
+
+
+def test_generators_do_not_score_while_the_last_reward_worker_is_started_again() -> None:
+    first, second = step = cut(0, 2)
+    (a,), (b,) = first.slices, second.slices
+    scheduler = Scheduler(["gen"], reward_workers=["judge"])
+    scheduler.observe(StepAdded(step, 0), 0.0)
+    scheduler.observe(StepStarted(0), 0.0)
+    scheduler.observe(Generated(a, "gen"), 1.0)
+    assert scheduler.observe(WorkerLost("judge", returns=True), 2.0) == []
+    assert scheduler.observe(Generated(b, "gen"), 3.0) == []
+    assert scheduler.observe(WorkerJoined("judge", None), 4.0) == [Score(a, "judge")]
+    assert scheduler.observe(Scored(a, "judge"), 5.0) == [Score(b, "judge"), Update(first)]
 
 
 def test_generators_score_once_the_last_reward_worker_is_lost() -> None:

@@ -23,11 +23,11 @@ def work(num_micro_batches: int = 3, *, group_size: int = 4, num_generators: int
     return StepWork(micro_batches, policy_version=5)
 
 
-def drain(step: StepWork, generator: str = "a") -> list[Slice]:
+def drain(step: StepWork) -> list[Slice]:
     """Hand out all that is left."""
     parts = []
     while step.peek() is not None:
-        parts.append(step.take(generator, is_stale=False))
+        parts.append(step.take(is_stale=False))
     return parts
 
 
@@ -48,13 +48,13 @@ def test_slices_are_handed_out_in_order_and_each_once() -> None:
 def test_peek_shows_the_slice_that_take_gives() -> None:
     step = work()
     while (shown := step.peek()) is not None:
-        assert step.take("a", is_stale=False) == shown
+        assert step.take(is_stale=False) == shown
 
 
 def test_generators_take_from_the_front_and_the_trainer_from_the_back() -> None:
     step = work()
     first, second, third = step.unassigned
-    assert step.take("a", is_stale=False) == first.slices[0]
+    assert step.take(is_stale=False) == first.slices[0]
     assert step.take_micro_batch() == third
     assert list(step.unassigned) == [second]  # the first is begun and is no longer the trainer's
     assert step.num_assisted == 1
@@ -93,7 +93,7 @@ def test_a_step_is_trained_when_all_its_micro_batches_are() -> None:
 
 def test_a_score_that_comes_twice_is_a_bug() -> None:
     step = work(1)
-    part = step.take("a", is_stale=False)
+    part = step.take(is_stale=False)
     step.mark_scored(part)
     with pytest.raises(KeyError):
         step.mark_scored(part)
@@ -120,83 +120,43 @@ def test_a_fraction_that_floats_get_wrong_counts_as_whole_samples() -> None:
 def test_early_slices_are_stale_and_count_as_such() -> None:
     step = work(2)
     step.demand_early(0.5)
-    assert [len(step.take_early("a")), step.num_stale_samples] == [2, 2]
-    assert [len(step.take_early("a")), step.num_stale_samples] == [2, 4]
+    assert [len(step.take_early()), step.num_stale_samples] == [2, 2]
+    assert [len(step.take_early()), step.num_stale_samples] == [2, 4]
     assert not step.early
 
 
 def test_early_slices_that_are_given_up_come_first_again() -> None:
     step = work(2)
     step.demand_early(0.3)
-    step.take("a", is_stale=False)
+    step.take(is_stale=False)
     step.give_up_early()
     assert not step.early
     assert [part.start for part in drain(step)] == [0, 4, 6]
     assert step.num_stale_samples == 0
 
 
-def test_what_a_lost_generator_made_is_handed_out_again_in_order() -> None:
+def test_lost_slices_are_handed_out_again_in_order() -> None:
     step = work(2)
-    parts = [step.take(generator, is_stale=False) for generator in ("a", "b", "a", "b")]
-    assert step.lose("b") == {parts[1], parts[3]}
-    assert step.lose("a") == {parts[0], parts[2]}
-    assert drain(step) == parts
-
-
-def test_lost_scores_must_be_given_again() -> None:
-    step = work(1)
-    first = step.take("a", is_stale=False)
-    second = step.take("b", is_stale=False)
-    step.mark_scored(first)
-    step.lose("a")
-    step.mark_scored(second)
-    assert not step.update_queue
-    step.take("b", is_stale=False)
-    step.mark_scored(first)
-    assert len(step.update_queue) == 1
-
-
-def test_a_whole_micro_batch_that_loses_a_slice_leaves_the_update_queue() -> None:
-    step = work(2)
-    parts = [step.take(generator, is_stale=False) for generator in ("a", "b", "b", "b")]
-    for part in parts:
-        step.mark_scored(part)
-    step.lose("a")
-    assert [entry.index for entry in step.update_queue] == [1]
+    parts = [step.take(is_stale=False) for _ in range(4)]
+    step.lose(parts[2])
+    step.lose(parts[1])
+    assert drain(step) == [parts[1], parts[2]]
 
 
 def test_lost_stale_samples_no_longer_count() -> None:
     step = work(1)
-    step.take("a", is_stale=True)
-    step.take("b", is_stale=True)
-    step.lose("a")
+    lost = step.take(is_stale=True)
+    step.take(is_stale=True)
+    step.lose(lost)
     assert step.num_stale_samples == 2
-    step.take("b", is_stale=False)
+    assert step.take(is_stale=False) == lost
     assert step.num_stale_samples == 2
-
-
-def test_what_the_trainer_has_taken_is_not_lost_with_its_maker() -> None:
-    step = work(1)
-    for part in drain(step, "a"):
-        step.mark_scored(part)
-    micro_batch = step.take_update()
-    assert step.lose("a") == set()
-    step.mark_updated(micro_batch)
-    assert step.is_trained
-
-
-def test_an_assisted_micro_batch_is_never_lost_with_a_generator() -> None:
-    step = work(2)
-    drained = [step.take("a", is_stale=False)]
-    step.mark_assisted(step.take_micro_batch())
-    assert step.lose("a") == set(drained)
-    assert [entry.index for entry in step.update_queue] == [1]
 
 
 def test_begun_samples_are_those_in_hand_and_those_left_of_a_begun_micro_batch() -> None:
     step = work(2)
     assert step.num_begun_samples == 0
-    part = step.take("a", is_stale=False)
+    part = step.take(is_stale=False)
     step.note_begun(part, 10.0)
     assert step.num_begun_samples == 4  # two in hand, two left
     assert step.mean_time_in_hand_s(13.0) == 3.0

@@ -3,103 +3,259 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from digenrl.engines import Task
+from digenrl.engines import Engine, ObjectLost, ObjectStore, Task, WorkerDied
+from digenrl.strategies.weight_planes.chunks import Chunk, Holding, WeightSyncError, cut_chunks, held_chunks
+from digenrl.strategies.weight_planes.digests import DIGEST_BYTES
+from digenrl.strategies.weight_planes.held_weights import HeldWeights, chunk_name
 
-_TABLE_COLUMNS = 512  # hashing costs one part in 256 of the words, and the sums stay long runs of memory
+NUM_SLOTS = 2
+"""The version generators may still be reading, and the one being written."""
 
-_TABLE_WORDS = 1 << 20  # small tensors are joined up to about this size, so that a copy of them stays small
+
+class PlaneEnd:
+    """A worker's end of a plane: a trainer's writes, a generator's reads."""
+
+    def __init__(self, weights: HeldWeights) -> None:
+        self.weights = weights
+
+    def write(self, version: int) -> WrittenWeights:
+        """Hand over this trainer's share of its weights."""
+        raise NotImplementedError(f"{type(self).__name__} only reads")
+
+    def read(self, version: int, source: Any) -> dict[int, bytes]:
+        """Take all that this worker holds of a version over; returns the digests of what it holds then, by chunk."""
+        raise NotImplementedError(f"{type(self).__name__} only writes")
+
+    def close(self) -> None:
+        """Let go of what the end keeps beside the weights."""
 
 
-class WeightSyncError(RuntimeError):
-    """Weights did not arrive as they were sent, or there was nothing new to send."""
+@dataclass(frozen=True)
+class WrittenWeights:
+    """What a trainer has handed over."""
+
+    digests: bytes
+    """Of each chunk that it holds, whoever hands it over."""
+    source: Any = None
+    """Where generators find its share, if they need to be told."""
+
+
+@dataclass(frozen=True)
+class Opening(ABC):
+    """Tells a worker how to make its end of a plane."""
+
+    chunks: tuple[Chunk, ...]
+    rank: int | None
+    """Among the trainers; None for those that only receive."""
+
+    @abstractmethod
+    def open(self, weights: HeldWeights, store: ObjectStore) -> PlaneEnd:
+        """Make the end, in the worker."""
+
+    def open_for(self, tensors: Callable[[], Mapping[str, Tensor]], holding: Holding, store: ObjectStore) -> PlaneEnd:
+        """Make the end of a worker that holds these tensors."""
+        return self.open(HeldWeights(self.chunks, tensors, holding), store)
+
+    @property
+    def sent(self) -> list[int]:
+        """Chunks that this worker hands over."""
+        return [index for index, chunk in enumerate(self.chunks) if chunk.sender == self.rank]
 
 
 class WeightPlane(ABC):
     """Publishes versions of the trained weights. The driver owns it; workers move the bytes.
 
-    Loading is pull: a generator loads a version when it reaches the message, between trajectories, so a busy
-    generator never holds up a trainer. A generator acknowledges each load
-    once it has compared the digest of what it then holds.
+    Each trainer hands over what it holds itself, nothing is gathered. Loading is pull: a generator loads a version when
+    it reaches the message, between trajectories, so a busy generator never holds up a trainer. A generator
+    acknowledges each load once it has compared the digests of what it then holds; what it was loaded from is
+    given up only then.
+
+    Lifecycle: `setup`, then any number of `publish` and `load`, and `rejoin` for workers that were started
+    again; `close` after the workers have ended.
     """
 
-    @abstractmethod
-    def setup(self, trainers: Sequence[str], generators: Sequence[str]) -> None:
-        """Agree with the workers on what is transferred, and where."""
+    chunk_bytes: ClassVar[int] = 1 << 21
+    """Most bytes of a chunk; it should stay in the cache between its copy and its digest."""
+    _outlives_trainers: ClassVar[bool]
+    """Whether what was published can be loaded when the trainers have died."""
 
-    @abstractmethod
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._trainers: tuple[str, ...] = ()
+        self._generators: dict[str, tuple[str, ...]] = {}
+        self._holdings: dict[str, Holding] = {}
+        self._held: dict[str, list[int]] = {}
+        self._chunks: tuple[Chunk, ...] = ()
+        self._loads: dict[int, list[Task]] = {}
+        """Of each version that may still be read."""
+        self._digests: list[bytes] = []
+        self._version: int | None = None
+
+    def setup(self, trainers: Sequence[str], generators: Mapping[str, Sequence[str]]) -> None:
+        """Agree with the workers on what is transferred, and where.
+
+        Args:
+            trainers: one after another, by rank.
+            generators: the workers that are the ranks of each.
+
+        Raises:
+            WeightSyncError: workers have built different tensors, or some rows are nowhere.
+        """
+        self._trainers = tuple(trainers)
+        self._generators = {name: tuple(ranks) for name, ranks in generators.items()}
+        workers = [*self._trainers, *(rank for ranks in self._generators.values() for rank in ranks)]
+        self._holdings = self._ask_holdings(workers)
+        for worker, holding in self._holdings.items():
+            self._check_tensors(worker, holding)
+        self._chunks = cut_chunks(
+            {trainer: self._holdings[trainer] for trainer in self._trainers},
+            {name: [self._holdings[rank] for rank in ranks] for name, ranks in self._generators.items()},
+            self.chunk_bytes,
+        )
+        self._held = {worker: held_chunks(self._chunks, holding) for worker, holding in self._holdings.items()}
+        self._prepare()
+        self._open(workers)
+
     def publish(self, version: int, *, must_change: bool) -> None:
-        """Have the trainers write version `version`; from then on `load` gives it.
+        """Have the trainers hand over version `version`; from then on `load` gives it, and no other.
 
         Args:
             version: of the weights that the trainers hold now.
-            must_change: whether weights equal to the last published ones are an error.
+            must_change: whether trained weights equal to the last published ones are an error.
 
         Raises:
-            WeightSyncError: `must_change`, and no tensor differs from the version before.
+            WeightSyncError: `must_change` and no trained weight has, or trainers differ in what all of them have.
         """
+        for earlier in [earlier for earlier in self._loads if (earlier - version) % NUM_SLOTS == 0]:
+            self._await_loads(earlier)
+        written = self._write(version)
+        digests = self._joined_digests(version, written)
+        is_equal = [old == new for old, new in zip(self._digests, digests, strict=False)]
+        trained = [index for index, chunk in enumerate(self._chunks) if chunk.is_trained]
+        if must_change and is_equal and all(is_equal[index] for index in trained):
+            raise WeightSyncError(
+                f"version {version} has the very weights of version {version - 1} although the gradient was not "
+                "zero: the optimizer does not hold the policy's parameters, or its step is below their resolution."
+            )
+        self._digests, self._version = digests, version
+        self._keep(version, [entry.source for entry in written])
+        self._loads[version] = []
+        for earlier in [earlier for earlier in self._loads if earlier != version]:
+            if all(task.is_done for task in self._loads[earlier]):
+                self._await_loads(earlier)
+
+    def load(self, generator: str, version: int) -> list[Task]:
+        """Queue the loads of a generator's ranks of the version published last; each task's result is a `Span`."""
+        assert version == self._version, f"version {version} is to be loaded, but {self._version} was published last"
+        digests = b"".join(self._digests)
+        tasks = [
+            self._engine.submit(rank, "load_weights", version, self._source_for(rank, version), digests)
+            for rank in self._generators[generator]
+        ]
+        self._loads[version] += tasks
+        return tasks
+
+    def rejoin(self, *workers: str) -> None:
+        """Connect workers that were started again under their names, and that hold weights.
+
+        A generator may be any; trainers come back all together. If these hold the weights that were published
+        last, these can be loaded again; if they hold others, these are to be published first.
+
+        Raises:
+            WeightSyncError: a worker has built other tensors than before.
+        """
+        for worker, holding in self._ask_holdings(workers).items():
+            if holding != self._holdings[worker]:
+                raise WeightSyncError(f"worker {worker} built other trained parameters than before it was restarted.")
+        are_trainers = self._trainers[0] in workers
+        if are_trainers:
+            self._forget_trainers()
+        self._open(workers)
+        if are_trainers and self._version is not None and not self._outlives_trainers:
+            self._restore(self._version)
 
     @abstractmethod
-    def load(self, generator: str, version: int) -> Task:
-        """Queue a generator's load of the version published last; its result is the `Span` it took."""
+    def _prepare(self) -> None:
+        """Make what the driver has of the plane, once the chunks are known."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Release the transfer's memory."""
+    def _opening(self, worker: str, rank: int | None) -> Opening:
+        """Say how a worker makes its end."""
 
+    def _source_for(self, rank: str, version: int) -> Any:
+        """Tell a generator's rank where it finds a version."""
+        return None
 
-@dataclass(frozen=True)
-class WrittenWeights:
-    """What a trainer has written for the generators."""
+    def _keep(self, version: int, sources: Sequence[Any]) -> None:  # noqa: B027 (slots need no record)
+        """Note what each trainer says of where its share of a version is."""
 
-    digest: str
-    """Of all that was written."""
-    trained_digest: str
-    """Of the trained weights alone: copies of them change even where the optimizer changes nothing."""
+    def _give_up(self, version: int) -> None:  # noqa: B027 (slots are used again)
+        """Release what was published as a version that nobody will load any more."""
 
+    def _forget_trainers(self) -> None:  # noqa: B027
+        """Let go of what died with the trainers."""
 
-def weights_digest(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Digest names, shapes and bits, in order; equal digests mean equal weights.
+    def close(self) -> None:  # noqa: B027 (most planes keep nothing)
+        """Release what the driver keeps. Safe to call twice."""
 
-    The 32-bit words of a tensor are laid out as a table; its row and column sums, taken at memory speed where the
-    tensor is, are then hashed. Small tensors share a table: a call each would take longer than their words. Any changed
-    word and any two exchanged words show. Not meant to withstand forgery.
-    """
-    digest = blake2b(digest_size=16)
-    waiting: list[Tensor] = []
-    num_waiting = 0
-    for name, tensor in named_tensors:
-        digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype))).encode())
-        words = _words(tensor.detach())
-        if waiting and (words.dtype, words.device) != (waiting[0].dtype, waiting[0].device):
-            _add_table(digest, waiting)
-            waiting, num_waiting = [], 0
-        waiting.append(words)
-        num_waiting += len(words)
-        if num_waiting >= _TABLE_WORDS:
-            _add_table(digest, waiting)
-            waiting, num_waiting = [], 0
-    if waiting:
-        _add_table(digest, waiting)
-    return digest.hexdigest()
+    def _ask_holdings(self, workers: Sequence[str]) -> dict[str, Holding]:
+        tasks = [self._engine.submit(worker, "weights_holding") for worker in workers]
+        return dict(zip(workers, self._engine.gather(tasks), strict=True))
 
+    def _check_tensors(self, worker: str, holding: Holding) -> None:
+        if holding.tensors != self._holdings[self._trainers[0]].tensors:
+            raise WeightSyncError(
+                f"worker {worker} built other trained parameters than {self._trainers[0]}: `policy.build` must build "
+                "the same model in every process."
+            )
 
-def _add_table(digest: blake2b, tensors: list[Tensor]) -> None:
-    """Hash the sums of one table of words."""
-    words = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-    whole = len(words) // _TABLE_COLUMNS * _TABLE_COLUMNS
-    table = words[:whole].view(-1, _TABLE_COLUMNS)
-    sums = [table.sum(dim=0, dtype=torch.int64), table.sum(dim=1, dtype=torch.int64), words[whole:].long()]
-    digest.update(torch.cat(sums).cpu().numpy().data)
+    def _open(self, workers: Sequence[str]) -> None:
+        ranks = {trainer: rank for rank, trainer in enumerate(self._trainers)}
+        self._engine.gather(
+            [
+                self._engine.submit(worker, "open_weights", self._opening(worker, ranks.get(worker)))
+                for worker in workers
+            ]
+        )
 
+    def _write(self, version: int) -> list[WrittenWeights]:
+        return self._engine.gather(
+            [self._engine.submit(trainer, "write_weights", version) for trainer in self._trainers]
+        )
 
-def _words(tensor: Tensor) -> Tensor:
-    flat = tensor.contiguous().reshape(-1)
-    size = flat.element_size()
-    return flat.view({1: torch.int8, 2: torch.int16}.get(size, torch.int32))
+    def _restore(self, version: int) -> None:
+        """Have restarted trainers hand over again what died with them."""
+        written = self._write(version)
+        if self._joined_digests(version, written) != self._digests:
+            self._version = None
+        self._keep(version, [entry.source for entry in written])
+
+    def _joined_digests(self, version: int, written: Sequence[WrittenWeights]) -> list[bytes]:
+        """Give the digest of each chunk; trainers that hold the same must have the same."""
+        digests: dict[int, tuple[str, bytes]] = {}
+        for trainer, entry in zip(self._trainers, written, strict=True):
+            for place, index in enumerate(self._held[trainer]):
+                digest = entry.digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
+                first, expected = digests.setdefault(index, (trainer, digest))
+                if digest != expected:
+                    name = chunk_name(self._chunks[index], self._holdings[trainer])
+                    raise WeightSyncError(
+                        f"the trainers' weights differ at version {version}: {name} is {expected.hex()} on {first}, "
+                        f"but {digest.hex()} on {trainer}."
+                    )
+        return [digests[index][1] for index in range(len(self._chunks))]
+
+    def _await_loads(self, version: int) -> None:
+        """Wait until nobody reads a version any more, then give it up. Who has died does not read."""
+        for task in self._loads.pop(version):
+            try:
+                self._engine.gather([task])
+            except (WorkerDied, ObjectLost):
+                continue
+        self._give_up(version)

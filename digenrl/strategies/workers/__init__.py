@@ -11,7 +11,15 @@ from digenrl.strategies.workers.reports import (
     StepReport,
     UpdateReport,
 )
-from digenrl.strategies.workers.settings import GradientSync, Precision, RankGroup, Sharding, WorkerSettings
+from digenrl.strategies.workers.settings import (
+    GradientSync,
+    Precision,
+    RankGroup,
+    Sharding,
+    TimestepBatchSize,
+    WorkerSettings,
+)
+from digenrl.strategies.workers.timestep_batch_size import TrainerOutOfMemory
 from digenrl.strategies.workers.worker import Worker
 
 __all__ = [
@@ -26,6 +34,8 @@ __all__ = [
     "Sharding",
     "Span",
     "StepReport",
+    "TimestepBatchSize",
+    "TrainerOutOfMemory",
     "UpdateReport",
     "Worker",
     "WorkerSettings",

@@ -13,6 +13,7 @@ from torch import Tensor
 from digenrl.engines import ObjectStore
 from digenrl.metrics import Reduction
 from digenrl.module import DiffusionRLModule
+from digenrl.strategies.gradients import Gradients
 from digenrl.strategies.optimizers import TrainingState
 from digenrl.strategies.workers.reports import LogCall
 from digenrl.strategies.workers.settings import WorkerSettings
@@ -26,6 +27,7 @@ class WorkerBase:
         self._settings = WorkerSettings()
         self._module: DiffusionRLModule
         self._optimizer: torch.optim.Optimizer
+        self._gradients: Gradients
         self._rank, self._num_ranks = 0, 1
         self._group: dist.ProcessGroup | None = None
         """Of the ranks that compute together; None if this one computes alone."""
@@ -33,27 +35,34 @@ class WorkerBase:
         self._log_calls: list[LogCall] | None = None
         self._trains = False
         self._offloaded: TrainingState | None = None
-        self._regularizer_gradients: dict[str, Tensor] = {}
         self.policy_version = 0
 
     @property
     def _device(self) -> torch.device:
         return torch.device(self._settings.device)
 
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether this rank holds a part of the policy's blocks only."""
+        return self._group is not None and (not self._trains or self._settings.sharding != "none")
+
     def _trained_parameters(self) -> dict[str, Tensor]:
         return {name: parameter for name, parameter in self._module.named_parameters() if parameter.requires_grad}
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._settings.precision == "bf16-mixed":
-            return torch.autocast(self._device.type, dtype=torch.bfloat16)
+            # Where weights are gathered for each use, one tensor has several values in its time, and a cache would keep
+            # all of the policy.
+            return torch.autocast(self._device.type, dtype=torch.bfloat16, cache_enabled=not self._is_sharded)
         return nullcontext()
 
     def _without_gradient(self) -> AbstractContextManager[Any]:
         """Forbid gradients, for good where nothing is trained: inference tensors save a tenth of a small policy's time.
 
-        A trainer must not have them: what its module keeps of a rollout, such as embeddings, it also trains with.
+        A trainer must not have them: what its module keeps of a rollout, such as embeddings, it also trains with. Nor
+        can memory into which weights are gathered be used inside and outside of it.
         """
-        return torch.no_grad() if self._trains else torch.inference_mode()
+        return torch.no_grad() if self._trains or self._is_sharded else torch.inference_mode()
 
     def _log(self, name: str, value: Any, **kwargs: Any) -> None:
         value = value.detach().cpu() if isinstance(value, Tensor) else value

@@ -105,7 +105,7 @@ class Generating(WorkerBase):
         """
         start_s = time.monotonic()
         if self._settings.offloads_to_assist and self._offloaded is None:
-            self._offloaded = TrainingState.take(self._optimizer)
+            self._offloaded = TrainingState.take(self._optimizer, self._gradients.holders)
         switch_s = time.monotonic() - start_s
         reports = [self.generate(prompts) for prompts in slices]
         for prompts in follows:

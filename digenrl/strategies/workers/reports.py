@@ -79,6 +79,9 @@ class UpdateReport:
     switch_s: float
     """Seconds spent on bringing the training state back."""
     span: Span
+    out_of_memory: bool = False
+    """Whether a rank's memory ran out half-way: the step's gradient is to be discarded, and its updates, this one
+    included, made again. All ranks say it, and take half as many timesteps at a time from now on."""
 
 
 @dataclass(frozen=True)

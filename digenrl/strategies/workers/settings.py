@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 Precision = Literal["32-true", "bf16-mixed"]
 
@@ -12,6 +12,9 @@ Sharding = Literal["none", "fsdp", "hybrid"]
 
 GradientSync = Literal["step", "micro_batch"]
 """When the ranks' gradients are summed up."""
+
+TimestepBatchSize: TypeAlias = int | Literal["auto"] | None
+"""Timesteps that are trained at a time: a number, what fits into memory, or None for all."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class WorkerSettings:
     compiles_blocks: bool = False
     attention_backend: str | None = None
     """Of diffusers' attention dispatcher; None leaves it at what the policy has."""
+    num_workers: int = 1
+    """Of the run, at most so many share the memory of a host."""
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from typing import Any
 
-from digenrl.strategies.weight_planes import ArenaLayout, WeightArena, WeightSyncError, WrittenWeights, weights_digest
+from digenrl.strategies.weight_planes import Holding, Opening, PlaneEnd, WrittenWeights, reads_token
 from digenrl.strategies.workers.base import WorkerBase
 from digenrl.strategies.workers.reports import Span
 
@@ -13,35 +13,35 @@ from digenrl.strategies.workers.reports import Span
 class Weights(WorkerBase):
     """A worker's end of the weight plane."""
 
-    _arena: WeightArena
+    _end: PlaneEnd | None = None
 
-    def weights_layout(self) -> ArenaLayout:
-        """Say what a transfer of the trained weights consists of."""
-        return ArenaLayout.of(self._module.published_weights())
+    def reads_token(self, path: str, token: bytes) -> bool:
+        """Whether this worker can map the driver's memory."""
+        return reads_token(path, token)
 
-    def open_arena(self, paths: Sequence[str]) -> None:
-        """Map the shared memory that weights travel through."""
-        self._arena = WeightArena(paths, self.weights_layout())
+    def weights_holding(self) -> Holding:
+        """Say which rows of which tensors a transfer finds here."""
+        return Holding.of(self._module.published_weights(), self._trained_parameters())
 
-    def write_weights(self, slot: int) -> WrittenWeights:
-        """Write the weights that generators need; one rank does, all have the same."""
-        published, trained = self._module.published_weights(), self._trained_parameters()
-        if self._rank == 0:
-            self._arena.write(slot, published)
-        digest = weights_digest(published.items())
-        return WrittenWeights(digest, digest if len(published) == len(trained) else weights_digest(trained.items()))
+    def open_weights(self, opening: Opening) -> None:
+        """Take up this worker's end of the plane."""
+        if self._end is not None:
+            self._end.close()
+        self._end = opening.open_for(self._module.published_weights, self.weights_holding(), self._store)
+
+    def write_weights(self, version: int) -> WrittenWeights:
+        """Hand over this trainer's share of the weights that generators need."""
+        assert self._end is not None, "`write_weights` comes after `open_weights`"
+        return self._end.write(version)
 
     def sampler_steps(self) -> int:
         """Give how many optimizer steps the copy that makes the samples has followed; 0 if there is none."""
         return self._module.sampler_steps
 
-    def load_weights(self, slot: int, version: int, digest: str) -> Span:
+    def load_weights(self, version: int, source: Any, digests: bytes) -> Span:
         """Load published weights and check that they are those that were sent."""
+        assert self._end is not None, "`load_weights` comes after `open_weights`"
         start_s = time.monotonic()
-        published = self._module.published_weights()
-        self._arena.read(slot, published)
-        loaded = weights_digest(published.items())
-        if loaded != digest:
-            raise WeightSyncError(f"weights of version {version} arrived as {loaded}, but were sent as {digest}.")
+        self._end.weights.check(version, self._end.read(version, source), digests)
         self.policy_version = version
         return Span(start_s, time.monotonic())

@@ -8,16 +8,20 @@ import cloudpickle
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from digenrl.policies import DiffusionPolicy
+from digenrl.policies.stored_weights import load_stored_weights
+from digenrl.strategies.blocks import apply_block_options
+from digenrl.strategies.sharding import check_hosts, make_mesh, shard_policy
 from digenrl.strategies.skeleton import describe
-from digenrl.strategies.weight_planes import weights_digest
 from digenrl.strategies.workers.generating import Generating
 from digenrl.strategies.workers.reports import BuildReport
 from digenrl.strategies.workers.settings import RankGroup, WorkerSettings
+from digenrl.strategies.workers.snapshot import Snapshots
 from digenrl.strategies.workers.state import State
 from digenrl.strategies.workers.weights import Weights
 
 
-class Worker(Generating, State, Weights):
+class Worker(Generating, State, Snapshots, Weights):
     """One worker's tasks. Generators and trainers run the same class: an assisting trainer generates, too.
 
     Lifecycle: `join_group` where several ranks compute together, `build`, then, for trainers, `configure_optimizer`.
@@ -41,6 +45,7 @@ class Worker(Generating, State, Weights):
         """Unpickle the module and build its policy on the device; whoever is to score gets its reward ready, too."""
         self._settings, self._trains = settings, trains
         self._module = built = cloudpickle.loads(module)
+        built._place_policy = self._place_policy
         built.configure_model()
         built.to(self._device)
         if trains:
@@ -50,6 +55,15 @@ class Worker(Generating, State, Weights):
         built._is_reward_set_up = False  # whatever the module did before it was sent here
         if sets_up_reward:
             built.set_up_reward()
-        published = built.published_weights()
-        frozen = {name: tensor for name, tensor in built.state_dict().items() if name not in published}
-        return BuildReport(describe(built), weights_digest(frozen.items()))
+        return BuildReport(describe(built), self.frozen_digest())
+
+    def _place_policy(self, policy: DiffusionPolicy) -> None:
+        """Bring a policy that was just built into the form in which this worker computes, and read its weights."""
+        apply_block_options(policy, self._settings)
+        if self._is_sharded:
+            sharding = self._settings.sharding if self._trains else "fsdp"
+            check_hosts(sharding, self._hosts)
+            grad_sync = self._settings.grad_sync if self._trains else "step"
+            mesh = make_mesh(self._settings.device, sharding, self._hosts)
+            shard_policy(policy, mesh, grad_sync=grad_sync)
+        load_stored_weights(policy, self._device)

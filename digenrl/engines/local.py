@@ -94,9 +94,9 @@ class LocalEngine(Engine):
         while not any(task.is_done for task in tasks):
             self._check_deadlines(tasks)
             left_s = end_s - time.monotonic()
+            self._receive(min(max(left_s, 0.0), _SLICE_S))
             if left_s <= 0:
                 break
-            self._receive(min(left_s, _SLICE_S))
         return [task for task in tasks if task.is_done]
 
     def unfinished(self, worker: str) -> list[Task]:

@@ -51,6 +51,10 @@ class RemoteModule(Protocol):
         """Give what is known only after the optimizer step: gradient norm, times, utilization."""
         ...
 
+    def serve(self) -> None:
+        """Answer workers that wait for this process, which is at something long."""
+        ...
+
 
 class DiffusionRLModule(Validation, ABC):
     """A diffusion RL algorithm. A subclass is two methods: `rollout` and `timestep_loss`.
@@ -408,6 +412,12 @@ class DiffusionRLModule(Validation, ABC):
         options: dict[str, Any] = {"batch_size": max(num_prompts, 1), "sync_dist": self.trainer.world_size > 1}
         self.log("reward/mean", values.pop("reward/mean"), prog_bar=True, **options)
         self.log_dict(values, **options)
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Log as Lightning does; workers that are done meanwhile get their next task between two values."""
+        if self._remote is not None:
+            self._remote.serve()
+        super().log(*args, **kwargs)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Leave prompts as they are: they are text, and Lightning would take a frozen dataclass for one to fill."""

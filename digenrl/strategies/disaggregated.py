@@ -475,7 +475,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             )
         result = self._driver.finish_step(step)
         loss = result.loss * trainer.accumulate_grad_batches
-        # Where an optimizer step follows, trainers make it while this process logs.
+        # Where an optimizer step follows, this process logs when workers are busy with the step after it.
         self._unlogged = result
         self._scales = result.gradient_scale, result.row_scale
         module.note_dropped_groups(result.num_dropped_groups, len(result.prompts) // module.group_size)
@@ -646,7 +646,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         assert self._driver is not None
         settings = hyper_parameters(optimizer)
         call = StepCall(settings, *self.precision_plugin.take_clipping(), *self._scales)
-        reports = self.pool.end_window(call, meanwhile=self._log_result)
+        reports = self.pool.end_window(call)
         self.policy_version += 1
         norm = next(iter(reports.values())).gradient_norm if reports else 0.0
         stepped_s = time.monotonic()
@@ -662,6 +662,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         if self._driver.has_step(self.module.next_step):
             # Workers do not wait until Lightning has gone round its loop.
             self._driver.start_step(self.module.next_step)
+        self._log_result()
 
     def _close_window(self, reports: Mapping[str, StepReport], gradient_norm: float, sync: Span) -> None:
         """Sum up what the workers did since the window's first batch."""
@@ -863,6 +864,10 @@ class _RemoteModule:
 
     def step_metrics(self) -> dict[str, float]:
         return self._strategy._step_metrics
+
+    def serve(self) -> None:
+        if self._strategy._driver is not None:
+            self._strategy._driver.serve()
 
 
 if DisaggregatedStrategy.strategy_name not in StrategyRegistry:

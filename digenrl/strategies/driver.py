@@ -188,26 +188,34 @@ class StepDriver:
 
     # ---- the loop ------------------------------------------------------------------------------------------
 
+    def serve(self) -> None:
+        """Answer workers that are done, without waiting for any; where this process is at something long."""
+        if self._pending:
+            self._take_results(0.0)
+
     def _run(self, is_over: Callable[[], bool]) -> None:
         while not is_over():
             self._poll()
-            for task in self._wait():
-                take = self._pending.pop(task, None)
-                if take is None:  # somebody waits for it, or a restart has made it void meanwhile
-                    continue
-                try:
-                    events = take()
-                except Exception as error:
-                    if not task.has_failed and not isinstance(error, WorkerError):
-                        raise
-                    self._recover(error, task.worker)
-                    continue
-                for event in events:
-                    self._observe(event)
+            self._take_results(_POLL_S)
 
-    def _wait(self) -> list[Task]:
+    def _take_results(self, timeout_s: float) -> None:
+        for task in self._wait(timeout_s):
+            take = self._pending.pop(task, None)
+            if take is None:  # somebody waits for it, or a restart has made it void meanwhile
+                continue
+            try:
+                events = take()
+            except Exception as error:
+                if not task.has_failed and not isinstance(error, WorkerError):
+                    raise
+                self._recover(error, task.worker)
+                continue
+            for event in events:
+                self._observe(event)
+
+    def _wait(self, timeout_s: float) -> list[Task]:
         try:
-            return self._engine.wait(list(self._pending), _POLL_S)
+            return self._engine.wait(list(self._pending), timeout_s)
         except WorkerTimeout as error:
             self._recovery.end_hung(error)
             return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from operator import itemgetter
 from typing import Any
@@ -298,20 +298,15 @@ class WorkerPool:
         calls = [self.engine.submit(rank, "score", [ref]) for rank, ref in zip(ranks, trajectories, strict=False)]
         return JoinedTask(worker, calls, join_score_reports)
 
-    def end_window(self, call: StepCall, meanwhile: Callable[[], None]) -> dict[str, StepReport]:
-        """Have every trainer rank step its optimizer, or count a step; do something else while they do.
+    def end_window(self, call: StepCall) -> dict[str, StepReport]:
+        """Have every trainer rank step its optimizer, or count a step.
 
         Returns:
             What each rank reports; nothing where no row is left to train.
         """
-        waiting = [[call.submit(self.engine, trainer) for trainer in self.trainers]]
-        meanwhile()
-
-        def end() -> list[Any]:
-            first = waiting.pop() if waiting else [call.submit(self.engine, trainer) for trainer in self.trainers]
-            return self.engine.gather(first)
-
-        reports = self.recovery.run(end)
+        reports = self.recovery.run(
+            lambda: self.engine.gather([call.submit(self.engine, trainer) for trainer in self.trainers])
+        )
         self.recovery.journal.close(call)
         return {} if call.is_empty else dict(zip(self.trainers, reports, strict=True))
 

@@ -50,7 +50,6 @@ from benchmarks.small_flux import (
 )
 from digenrl import DisaggregatedStrategy, PromptData, Trainer
 from digenrl.algorithms import FlowGRPO
-from digenrl.engines import Engine, LocalEngine
 from digenrl.strategies.driver import WorkerSpan
 from digenrl.types import ScoredBatch
 
@@ -80,6 +79,11 @@ class Machine:
         """Generators, and as many trainers: a GPU for each if there are two, and at most four of either."""
         return 1 if self.device == "cpu" else min(max(self.num_devices // 2, 1), 4)
 
+    @property
+    def workers_per_device(self) -> int:
+        """Workers that share a GPU: both of a pair, if there is one only."""
+        return 2 if self.device == "cuda" and self.num_devices < 2 else 1
+
 
 @dataclass(frozen=True)
 class Check:
@@ -108,40 +112,6 @@ class Rung:
     """In which trainers publish."""
     load_s: float
     """In which a generator loads."""
-
-
-# ---- devices shared by workers ---------------------------------------------------------------------------------
-
-
-class _SharingEngine(LocalEngine):
-    """Gives workers devices in turn, where there are fewer than workers."""
-
-    def __init__(self, task_timeout_s: float, num_devices: int) -> None:
-        super().__init__(task_timeout_s)
-        self._num_devices = num_devices
-
-    def start(self, worker: str, factory: Any, *, env: Mapping[str, str] | None = None) -> None:
-        shared = dict(env or {})
-        if "CUDA_VISIBLE_DEVICES" in shared:
-            shared["CUDA_VISIBLE_DEVICES"] = str(int(shared["CUDA_VISIBLE_DEVICES"]) % self._num_devices)
-        super().start(worker, factory, env=shared)
-
-
-class SharingStrategy(DisaggregatedStrategy):
-    """Lets several workers compute on one device, which the strategy itself refuses: well for a check, not for runs."""
-
-    @property
-    def parallel_devices(self) -> list[torch.device] | None:  # type: ignore[override]
-        """The Trainer's devices, again and again until each worker has one."""
-        devices = self._devices
-        return None if devices is None else (devices * self._num_workers)[: max(self._num_workers, len(devices))]
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        self._devices = devices
-
-    def _make_engine(self) -> Engine:
-        return _SharingEngine(self.task_timeout_s, len(self._devices or [0]))
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------
@@ -194,7 +164,15 @@ def _fit(
 ) -> tuple[_Recorder, dict[str, Tensor]]:
     """Run steps; returns what was recorded and the trained weights after them."""
     pairs = machine.num_pairs
-    strategy = SharingStrategy(**{"generators": pairs, "trainers": pairs, "task_timeout_s": 300.0, **settings})
+    strategy = DisaggregatedStrategy(
+        **{
+            "generators": pairs,
+            "trainers": pairs,
+            "workers_per_device": machine.workers_per_device,
+            "task_timeout_s": 300.0,
+            **settings,
+        }
+    )
     recorder = _Recorder(strategy)
     trainer = Trainer(
         strategy=strategy,
@@ -365,7 +343,7 @@ def _find_gpus() -> Machine:
 
 def planes_of(machine: Machine) -> dict[str, str]:
     """Say for each weight plane why it is not checked; empty if it is."""
-    shares = machine.device == "cuda" and machine.num_devices < 2 * machine.num_pairs
+    shares = machine.workers_per_device > 1
     return {
         "shared_memory": "",
         "object_store": "",
@@ -387,11 +365,11 @@ def run_checks(
             checks.append(Check(name, f"FAILED: {type(error).__name__}: {error}".splitlines()[0], {}))
 
     run("gradient", lambda: check_gradient(machine, TINY, TINY_JOB, name="gradient"))
-    if machine.device == "cpu" or machine.num_devices >= 2:
+    if machine.device == "cpu" or machine.num_devices >= 3:
         sharded: dict[str, Any] = {"generators": 1, "trainers": 2, "sharding": "fsdp"}
         run("gradient, fsdp", lambda: check_gradient(machine, TINY, TINY_JOB, name="gradient, fsdp", **sharded))
     else:
-        checks.append(Check("gradient, fsdp", "not run: needs two GPUs", {}))
+        checks.append(Check("gradient, fsdp", "not run: needs three GPUs", {}))
     for plane, obstacle in planes_of(machine).items():
         if obstacle:
             checks.append(Check(f"weights: {plane}", f"not run: {obstacle}", {}))
@@ -421,7 +399,7 @@ def ladder_table(rungs: Sequence[Rung], machine: Machine) -> Table:
     """Lay out the ladder, and the gain of timestep parallelism: update times of +GAP over those of +TSP."""
     updates = {rung.name: rung.update_s for rung in rungs}
     gain = updates["+GAP"] / updates["+TSP"] if updates.get("+TSP") else float("nan")
-    shares = machine.device == "cuda" and machine.num_devices < 2 * machine.num_pairs
+    shares = machine.workers_per_device > 1
     table = Table(
         title=f"Ladder: {machine.num_pairs} generators, {machine.num_pairs} trainers on {machine.name}",
         caption=f"updates {gain:.2f} times as fast with all timesteps at once (+TSP)"
@@ -504,9 +482,7 @@ def _size(name: str, machine: Machine) -> Size:
         return TINY
     if name != "auto":
         return large(int(name))
-    # Where workers share a GPU, all of them do.
-    num_sharing = -(-2 * machine.num_pairs // machine.num_devices)
-    return largest_that_fits(machine.memory_bytes, num_sharing)
+    return largest_that_fits(machine.memory_bytes, machine.workers_per_device)
 
 
 if __name__ == "__main__":

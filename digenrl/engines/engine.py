@@ -126,7 +126,8 @@ class Requirements:
 
     role: str
     """Workers of a role are placed together where possible."""
-    num_gpus: int = 0
+    num_gpus: float = 0
+    """Below 1 where several workers share one."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """Further ones, by the names that the cluster has given them."""
     unit: str = ""

@@ -22,7 +22,9 @@ DEVICES = ("cpu", "cuda")
 _WEIGHT_AVERAGING = ("WeightAveraging", "EMAWeightAveraging", "StochasticWeightAveraging")
 
 
-def check_trainer(trainer: Trainer, *, precision: str, device: str, num_workers: int, num_devices: int) -> None:
+def check_trainer(
+    trainer: Trainer, *, precision: str, device: str, num_workers: int, num_devices: int, workers_per_device: int = 1
+) -> None:
     """Check what the Trainer was given against what workers can do.
 
     Args:
@@ -31,6 +33,7 @@ def check_trainer(trainer: Trainer, *, precision: str, device: str, num_workers:
         device: kind of the workers' devices.
         num_workers: workers that need a device each.
         num_devices: devices that the Trainer has.
+        workers_per_device: workers that share one.
 
     Raises:
         ValueError: a setting that this strategy cannot carry out.
@@ -39,10 +42,13 @@ def check_trainer(trainer: Trainer, *, precision: str, device: str, num_workers:
         raise ValueError(f"`precision` must be one of {', '.join(PRECISIONS)} with this strategy, got {precision}.")
     if device not in DEVICES:
         raise ValueError(f"`accelerator` must be one of {', '.join(DEVICES)} with this strategy, got {device}.")
-    if device == "cuda" and num_workers > num_devices:
+    if device != "cuda" and workers_per_device > 1:
+        raise ValueError(f"`workers_per_device` shares GPUs, but `accelerator` is {device}: leave it at 1.")
+    num_needed = -(-num_workers // workers_per_device)
+    if device == "cuda" and num_needed > num_devices:
         raise ValueError(
-            f"`generators`, `trainers` and `reward_workers` need a device each, {num_workers} in all, "
-            f"but the Trainer has {num_devices}."
+            f"the workers need {num_needed} devices, {num_workers} workers in all, but the Trainer has {num_devices}: "
+            "ask for fewer `generators`, `trainers` or `reward_workers`, or let them share with `workers_per_device`."
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if type(callback).__name__ in _WEIGHT_AVERAGING:
@@ -57,7 +63,15 @@ def check_trainer(trainer: Trainer, *, precision: str, device: str, num_workers:
             )
 
 
-def check_ranks(*, engine: str, trainers: int, devices_per_generator: int, sharding: str, grad_sync: str) -> None:
+def check_ranks(
+    *,
+    engine: str,
+    trainers: int,
+    devices_per_generator: int,
+    sharding: str,
+    grad_sync: str,
+    workers_per_device: int = 1,
+) -> None:
     """Check what several processes that compute together need.
 
     Raises:
@@ -67,6 +81,11 @@ def check_ranks(*, engine: str, trainers: int, devices_per_generator: int, shard
         if engine == "inline" and value > 1:
             raise ValueError(
                 f"`{name}` must be 1 with engine `inline`, got {value}: ranks need processes of their own."
+            )
+        if workers_per_device > 1 and value > 1:
+            raise ValueError(
+                f"`{name}` must be 1 with `workers_per_device` {workers_per_device}, got {value}: ranks that compute "
+                "together need a GPU each (NCCL)."
             )
     if sharding != "none" and trainers == 1:
         raise ValueError(

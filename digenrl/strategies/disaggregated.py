@@ -44,6 +44,7 @@ from digenrl.strategies.checks import (
     check_window,
     micro_batch_groups,
 )
+from digenrl.strategies.devices import visible_devices
 from digenrl.strategies.driver import StepDriver
 from digenrl.strategies.lookahead import LookaheadLoader
 from digenrl.strategies.optimizers import OptimizerSpec, changed_settings, hyper_parameters
@@ -90,6 +91,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         *,
         devices_per_generator: int = 1,
         reward_workers: int = 0,
+        workers_per_device: int = 1,
         engine: EngineName = "auto",
         groups_per_micro_batch: int | Literal["all"] = 1,
         generation_batch_size: int | None = None,
@@ -122,6 +124,8 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             devices_per_generator: devices that make a generator's samples together, each with a share of the policy's
                 blocks, for a policy that one device cannot hold.
             reward_workers: workers that only score; 0 lets the maker of a sample score it.
+            workers_per_device: workers that share a GPU, for small policies; trainers that are several, and the devices
+                of one generator, cannot.
             engine: `"local"` runs each worker in a process of this host, `"ray"` on the hosts of a Ray cluster,
                 `"inline"` all in this process, for debugging. `"auto"` is `"ray"` if there is a `ray_address`, the
                 environment has `RAY_ADDRESS` or the Trainer's `num_nodes` is above 1, and else `"local"`.
@@ -165,6 +169,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             "generators": generators,
             "trainers": trainers,
             "devices_per_generator": devices_per_generator,
+            "workers_per_device": workers_per_device,
             "generation_batch_size": generation_batch_size,
             "groups_per_micro_batch": None if groups_per_micro_batch == "all" else groups_per_micro_batch,
             "timestep_batch_size": None if timestep_batch_size in ("all", "auto") else timestep_batch_size,
@@ -191,6 +196,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             devices_per_generator=devices_per_generator,
             sharding=sharding,
             grad_sync=grad_sync,
+            workers_per_device=workers_per_device,
         )
         check_restarts(engine=engine, max_restarts=max_restarts, snapshot=snapshot)
         super().__init__()
@@ -204,6 +210,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         self.assist_switch = assist_switch
         self.reward_workers = reward_workers
         self.devices_per_generator = devices_per_generator
+        self.workers_per_device = workers_per_device
         self.sharding: Sharding = sharding
         self.grad_sync: GradientSync = grad_sync
         self.weight_plane: WeightPlaneName = weight_plane
@@ -275,6 +282,8 @@ class DisaggregatedStrategy(SingleProcessStrategy):
                 weight_plane=self.weight_plane,
                 max_restarts=self.max_restarts,
                 snapshot=self.snapshot,
+                devices=visible_devices([device.index or 0 for device in self.parallel_devices or []], os.environ),
+                workers_per_device=self.workers_per_device,
             )
             weakref.finalize(self, self._pool.shutdown)
             self._pool.reserve(trains=trainer.state.fn == TrainerFn.FITTING)
@@ -398,6 +407,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             num_workers=self._num_workers,
             # A cluster is asked for its devices when they are reserved.
             num_devices=self._num_workers if self._engine_name == "ray" else len(self.parallel_devices or []),
+            workers_per_device=self.workers_per_device,
         )
         num_accumulated = accumulated_batches(trainer)
         check_window(self.scheduling_policy.staleness, num_accumulated)

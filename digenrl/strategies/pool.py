@@ -61,8 +61,25 @@ class WorkerPool:
         max_restarts: int = 0,
         snapshot: str = "every_step",
         weight_plane: WeightPlaneName = "auto",
+        devices: Sequence[str] = (),
+        workers_per_device: int = 1,
     ) -> None:
-        """Describe the workers; `resources` are what those of a role need beside a device, by role."""
+        """Describe the workers.
+
+        Args:
+            engine: starts them.
+            settings: of all workers.
+            num_generators: see `DisaggregatedStrategy`, as for the arguments not named here.
+            num_trainers: see there.
+            num_reward_workers: see there.
+            devices_per_generator: see there.
+            resources: what workers of a role need beside a device, by role.
+            max_restarts: see there.
+            snapshot: see there.
+            weight_plane: see there.
+            devices: CUDA devices of this host, as `CUDA_VISIBLE_DEVICES` names them; none on CPUs or a cluster.
+            workers_per_device: see there.
+        """
         self.engine = engine
         self.generators = tuple(f"generator-{index}" for index in range(num_generators))
         self.reward_workers = tuple(f"reward-worker-{index}" for index in range(num_reward_workers))
@@ -90,8 +107,10 @@ class WorkerPool:
         self._base_states: list[tuple[ObjectRef, bool]] = []  # loaded since, and what trainers do not hand over
         self._rendezvous: TCPStore | None = None
         self._num_groups = 0
-        self._devices: dict[str, int] = {}
-        """Index of each worker's device among those of a host, where one host has all."""
+        self._devices = devices
+        self._workers_per_device = workers_per_device
+        self._places: dict[str, int] = {}
+        """Number of each worker, in the order in which devices are given out."""
 
     # ---- set-up --------------------------------------------------------------------------------------------
 
@@ -108,7 +127,7 @@ class WorkerPool:
         """
         trainers = tuple(f"trainer-{rank}" for rank in range(self._num_trainers)) if trains else ()
         roles = {"generator": self.generator_ranks, "reward_worker": self.reward_workers, "trainer": trainers}
-        num_gpus = 1 if self._settings.device == "cuda" else 0
+        num_gpus = 1 / self._workers_per_device if self._settings.device == "cuda" else 0
         units = {rank: generator for generator, ranks in self._ranks.items() for rank in ranks}
         self.engine.reserve(
             {
@@ -180,8 +199,10 @@ class WorkerPool:
         return self.engine.clock_offset_s(self.ranks_of(worker)[0])
 
     def _start(self, worker: str) -> None:
-        index = self._devices.setdefault(worker, len(self._devices))
-        env = {"CUDA_VISIBLE_DEVICES": str(index)} if self._settings.device == "cuda" else {}
+        place = self._places.setdefault(worker, len(self._places))
+        env = {}
+        if self._settings.device == "cuda" and self._devices:
+            env["CUDA_VISIBLE_DEVICES"] = self._devices[place // self._workers_per_device]
         self.engine.start(worker, Worker, env=env)
 
     def _join(self, name: str, ranks: Sequence[str]) -> list[Task]:

@@ -14,7 +14,6 @@ from benchmarks.gpu_check import (
     Job,
     Machine,
     Rung,
-    SharingStrategy,
     as_json,
     check_table,
     hand_written_gradient,
@@ -61,21 +60,9 @@ def test_the_size_follows_the_memory(gib: int, num_processes: int, num_double_bl
     assert largest_that_fits(gib << 30, num_processes) == large(num_double_blocks)
 
 
-def test_workers_share_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: dict[str, str] = {}
-
-    def note(self: object, worker: str, factory: object, *, env: dict[str, str]) -> None:
-        started[worker] = env["CUDA_VISIBLE_DEVICES"]
-
-    monkeypatch.setattr(gpu_check.LocalEngine, "start", note)
-    strategy = SharingStrategy(2, 1)
-    strategy.parallel_devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
-    assert strategy.parallel_devices is not None
-    assert len(strategy.parallel_devices) == 3, "as many as workers, so that the strategy does not refuse"
-    engine = strategy._make_engine()
-    for index in range(3):
-        engine.start(f"worker-{index}", object, env={"CUDA_VISIBLE_DEVICES": str(index)})
-    assert started == {"worker-0": "0", "worker-1": "1", "worker-2": "0"}
+def test_a_pair_shares_the_only_gpu() -> None:
+    assert ONE_GPU.workers_per_device == 2
+    assert CPU.workers_per_device == Machine("cuda", "GPU", 2, 80 << 30).workers_per_device == 1
 
 
 def test_processes_that_share_a_gpu_are_not_joined_by_nccl() -> None:

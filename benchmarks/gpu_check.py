@@ -3,7 +3,7 @@
 At most five minutes on any CUDA machine; with one GPU all workers share it. On a CPU: `--device cpu --size tiny`.
 
 - gradient: one step on generators and trainers, in float32, against a loop written out by hand on the same device; with
-  two GPUs or more also with sharded trainers.
+  three GPUs or more also with sharded trainers.
 - weights: each weight plane that the machine allows carries the adapters of a FLUX-shaped model; what did not arrive as
   it was sent would end the run.
 - ladder: the same model with one mechanism more on each rung (naive, +GAP, +TSP, +TAG, +TCSS); in bfloat16, but for

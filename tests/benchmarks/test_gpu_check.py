@@ -86,7 +86,7 @@ def test_a_check_that_raises_is_reported_and_the_rest_is_run(monkeypatch: pytest
     checks, _ = gpu_check.run_checks(ONE_GPU, TINY, TINY_JOB, num_steps=1, report=lambda text: None)
     verdicts = {check.name: check.verdict for check in checks}
     assert verdicts["gradient"] == "FAILED: RuntimeError: no such kernel"
-    assert verdicts["gradient, fsdp"] == "not run: needs two GPUs"
+    assert verdicts["gradient, fsdp"] == "not run: needs three GPUs"
     assert verdicts["weights: shared_memory"] == "ok"
     assert "ladder" in verdicts
 

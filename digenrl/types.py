@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 RowsT = TypeVar("RowsT", bound="Rows")
 
+PROMPT_FIELDS = ("image", "images", "video", "negative_prompt")
+"""Metadata columns for policies: paths of media, and a text. A run whose policy does not read one ends early."""
+
 
 def derive_seed(*parts: int | str) -> int:
     """Hash `parts` to a seed in [0, 2**63): the same parts give the same seed on every machine and in every run."""
@@ -124,34 +127,49 @@ class PromptBatch:
 
 @dataclass(frozen=True)
 class Rows:
-    """A dataclass whose tensors all have rows as their first axis; other fields are shared by all rows."""
+    """A dataclass whose tensors, and those of `Rows` in it, have rows as their first axis; all rows share the rest."""
 
     def select(self: RowsT, rows: slice | Tensor) -> RowsT:
         """Take some of the rows."""
-        return replace(self, **{name: value[rows] for name, value in self._tensors()})
+        return replace(self, **{name: value[rows] for name, value in self._by_row()})
+
+    def __getitem__(self: RowsT, rows: slice | Tensor) -> RowsT:
+        """Take some of the rows."""
+        return self.select(rows)
 
     def to(self: RowsT, device: torch.device | str, *, copy: bool = False) -> RowsT:
         """Move all tensors to `device`; `copy` makes new ones even if they are there."""
-        return replace(self, **{name: value.to(device, copy=copy) for name, value in self._tensors()})
+        return replace(self, **{name: value.to(device, copy=copy) for name, value in self._by_row()})
 
     @classmethod
     def cat(cls: type[RowsT], parts: Sequence[RowsT]) -> RowsT:
         """Join rows; the shared fields are those of the first part."""
+        names = [[name for name, _ in part._by_row()] for part in parts]
+        assert all(entry == names[0] for entry in names), f"parts hold different fields, {names}"
         return replace(
             parts[0],
-            **{name: torch.cat([getattr(part, name) for part in parts]) for name, _ in parts[0]._tensors()},
+            **{
+                name: (torch if isinstance(value, Tensor) else type(value)).cat([getattr(part, name) for part in parts])
+                for name, value in parts[0]._by_row()
+            },
         )
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def _by_row(self) -> Iterator[tuple[str, Any]]:
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor | Rows):
                 yield entry.name, value
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, value) for name, value in self._by_row() if isinstance(value, Tensor))
 
 
 @dataclass(frozen=True)
 class Condition(Rows):
     """What a policy is conditioned on; each policy family has its own subclass with tensors [B, ...]."""
+
+    negative: Condition | None = field(default=None, kw_only=True)
+    """What classifier-free guidance leads away from, B rows, where each prompt has its own."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The recipes in `examples/recipes` are the published settings, and each of them can be run."""
+"""The recipes in `examples/recipes` are complete runs, with the published settings in `examples/recipes/published`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,21 @@ from tests.toy import ToyPolicy, level_reward
 
 ROOT = Path(__file__).parents[1]
 BASE = ROOT / "examples/digits/flow_grpo.yaml"
-RECIPES = {path.stem: path for path in sorted((ROOT / "examples/recipes").glob("*.yaml"))}
+RECIPES = {path.stem: path for path in sorted((ROOT / "examples/recipes/published").glob("*.yaml"))}
+RUNS = {path.stem: path for path in sorted((ROOT / "examples/recipes").glob("*.yaml"))}
+
+# A complete run, the published settings that it takes, and billions of parameters as published with the model, with
+# what an adapter of its rank adds.
+COMPLETE = """
+run                            published                  policy                  parameters  trained
+sd35_flow_grpo_ocr             flow_grpo_sd3_geneval_ocr  StableDiffusion3Policy  2.24        0.0188
+sd35_dgpo_ocr                  dgpo_sd3_ocr               StableDiffusion3Policy  2.24        0.0376
+flux_flow_grpo_pickscore       flow_grpo_flux             FluxPolicy              11.9        0.105
+flux_dance_grpo_pickscore      dance_grpo_flux_16gpu      FluxPolicy              11.9        11.9
+qwen_image_flow_grpo_vlm       flow_grpo_qwen_image       QwenImagePolicy         20.4        0.189
+wan21_14b_flow_grpo_video_ocr  flow_grpo_wan              WanPolicy               14.3        0.105
+hunyuan_video_dance_grpo       dance_grpo_hunyuan_video   HunyuanVideoPolicy      12.8        12.8
+"""
 
 # As published, with groups and updates per rollout; `ema` is every how many steps the evaluated average, of decay 0.9,
 # takes the weights in, and `-` what the publication does not say. Collected from the authors' repositories at
@@ -218,3 +232,57 @@ def test_a_recipe_runs_over_another_configuration(recipe: str, folder: Path) -> 
     assert main(["fit", "--config", "toy.yaml", "--config", str(RECIPES[recipe]), *short.split()]) == 0
     metrics = list(csv.DictReader((folder / "runs/version_0/metrics.csv").open()))
     assert [math.isfinite(float(row["loss"])) for row in metrics] == [True, True]
+
+
+@pytest.mark.parametrize("run", rows(COMPLETE), ids=lambda row: row["run"])
+def test_a_complete_run_has_the_published_settings(run: dict[str, str]) -> None:
+    """All of them; a run adds the policy, the reward, the workers, and where the number of groups was left open."""
+    complete, published = (read_config(str(path)).values for path in (RUNS[run["run"]], RECIPES[run["published"]]))
+    assert complete["model"]["class_path"] == published["model"]["class_path"]
+    settings = dict(complete["model"]["init_args"])
+    policy = settings.pop("policy")
+    assert policy["class_path"] == run["policy"]
+    assert "reward" in settings
+    del settings["reward"]
+    assert settings == published["model"]["init_args"]
+    assert complete["trainer"]["gradient_clip_val"] == published["trainer"]["gradient_clip_val"]
+    for name, value in published.get("data", {}).items():
+        assert complete["data"][name] == value
+    strategy = complete["trainer"]["strategy"]["init_args"]
+    for name, value in published["trainer"].get("strategy", {}).items():
+        assert strategy[name] == value
+    assert strategy["generators"] * strategy.get("devices_per_generator", 1) == strategy["trainers"] == 8
+
+
+@pytest.mark.parametrize("run", rows(COMPLETE), ids=lambda row: row["run"])
+def test_a_complete_run_can_be_dry_run(
+    run: dict[str, str], restored_process: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All that a run checks before it starts workers, on a policy of the published size."""
+    monkeypatch.chdir(ROOT)
+    before = set(ROOT.glob("runs/*"))
+    assert main(["fit", "--config", str(RUNS[run["run"]]), "--dry_run"]) == 0
+    assert set(ROOT.glob("runs/*")) == before
+    out = capsys.readouterr().out
+    policy = next(line.split() for line in out.splitlines() if line.startswith(" policy "))
+    count, trained = (float(value.replace(",", "")) / 1e9 for value in policy[1:])
+    adapter = 0.0 if run["trained"] == run["parameters"] else float(run["trained"])
+    assert count - adapter == pytest.approx(float(run["parameters"]), rel=0.005)
+    assert trained == pytest.approx(float(run["trained"]), rel=0.005)
+    shares = next(line.split() for line in out.splitlines() if line.startswith(" of the 80 GiB of a h100 "))[-2:]
+    assert all(int(share.removesuffix("%")) <= 80 for share in shares)
+    assert "could not be traced" not in out
+    assert "Predicted:" in out
+
+
+def test_every_complete_run_is_tested() -> None:
+    assert {row["run"] for row in rows(COMPLETE)} == RUNS.keys()
+
+
+def test_prompts_of_recipes_are_enough() -> None:
+    for path in RUNS.values():
+        data = read_config(str(path)).values["data"]
+        prompts = (ROOT / data["prompts"]).read_text().splitlines()
+        assert len(set(prompts)) == len(prompts) >= data["prompts_per_step"]
+        if "sign" in data["prompts"]:
+            assert all('"' in prompt for prompt in prompts)  # what the reward looks for

@@ -107,6 +107,11 @@ class CRD(ForwardProcessModule):
         if kl_beta > 0:
             self.add_weight_copy(_REFERENCE, NoUpdates())
 
+    @property
+    def guidance_scales(self) -> tuple[float, ...]:
+        """Those of rollouts, and of the reference."""
+        return (*super().guidance_scales, self.reference_guidance_scale)
+
     def timestep_loss(self, batch: TimestepBatch) -> Tensor:
         """Give c ((rho - mean rho) - (a - mean a))^2 per row, see `crd_loss`, and the distance to the reference."""
         rows = self.noised(batch)

@@ -118,6 +118,11 @@ class DGPO(ForwardProcessModule):
             self.add_weight_copy(_REFERENCE, NoUpdates())
 
     @property
+    def guidance_scales(self) -> tuple[float, ...]:
+        """Those of rollouts, and of the reference."""
+        return (*super().guidance_scales, self.reference_guidance_scale)
+
+    @property
     def rollout_policy(self) -> VelocityField:
         """The policy, and from `old_rollout_from` on the old one."""
         old = self.policy_copy(_OLD)

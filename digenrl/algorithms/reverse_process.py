@@ -43,6 +43,7 @@ class ReverseProcessModule(DiffusionRLModule):
         kernel: KernelName,
         noise_level: float | None = None,
         clip_range: float,
+        train_guidance: bool = True,
         init_same_noise: bool = False,
         **settings: Any,
     ) -> None:
@@ -55,6 +56,9 @@ class ReverseProcessModule(DiffusionRLModule):
             noise_level: how much; None is the published value of the kernel: 0.7 of `"flow"`, 0.3 of `"dance"`, 0.8 of
                 `"cps"`. `"wan"` has a noise of its own and takes None only.
             clip_range: how far the ratio may leave 1 before its gradient is cut.
+            train_guidance: whether the policy is trained as it makes samples, with their classifier-free guidance.
+                False trains it to make them without: their steps are scored, also for the ratio, under the policy
+                without guidance, which costs rollouts a further pass.
             init_same_noise: whether the samples of a group start from the same noise, and differ by that of their
                 steps only.
             **settings: see there.
@@ -72,6 +76,7 @@ class ReverseProcessModule(DiffusionRLModule):
         check_clip_range(clip_range)
         self.kernel = _make_kernel(kernel, noise_level)
         self.clip_range = clip_range
+        self.train_guidance = train_guidance
         self.init_same_noise = init_same_noise
         self.window: Window | None = None
         """Steps that are stochastic and trained, the others follow the ODE; None is all of them."""

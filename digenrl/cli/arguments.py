@@ -9,6 +9,16 @@ from digenrl.cli.errors import UsageError, suggest
 from digenrl.cli.sources import ConfigFile, Option, Source, read_config
 
 _FLAGS = ("--config", "--print_config", "--help")
+_DRY_RUN_FLAGS = ("--dry_run", "--dry_run_device", "--dry_run_profile")
+
+
+@dataclass
+class DryRunFlags:
+    """What `--dry_run` and the two flags beside it say."""
+
+    is_asked: bool = False
+    device: str | None = None
+    profile: str | None = None
 
 
 @dataclass
@@ -19,6 +29,7 @@ class Arguments:
     options: list[Option] = field(default_factory=list)
     print_config: bool = False
     show_help: bool = False
+    dry_run: DryRunFlags = field(default_factory=DryRunFlags)
 
     @property
     def sources(self) -> list[Source]:
@@ -26,8 +37,12 @@ class Arguments:
         return [*self.files, *self.options]
 
 
-def read_arguments(words: Sequence[str]) -> Arguments:
+def read_arguments(words: Sequence[str], *, takes_dry_run: bool = False) -> Arguments:
     """Read `--config FILE`, `--key value`, `--key=value`, `--key+ value` and the flags.
+
+    Args:
+        words: the arguments.
+        takes_dry_run: whether `--dry_run` and what belongs to it are flags of the command.
 
     Raises:
         UsageError: a word that is none of them, or a file that cannot be read.
@@ -41,14 +56,23 @@ def read_arguments(words: Sequence[str]) -> Arguments:
             arguments.show_help = True
         elif word == "--print_config":
             arguments.print_config = True
+        elif takes_dry_run and word == "--dry_run":
+            arguments.dry_run.is_asked = True
+        elif takes_dry_run and name in _DRY_RUN_FLAGS[1:]:
+            text = value if equals else _value_of(name, "a value", rest)
+            setattr(arguments.dry_run, name.removeprefix("--dry_run_"), text)
         elif name in ("-c", "--config"):
             arguments.files.append(read_config(value if equals else _value_of(name, "a file", rest)))
         elif name.startswith("--") and len(name) > 2:
             text = value if equals else _value_of(name, "a value", rest)
             arguments.options.append(Option.parse(name, text))
         else:
-            hint = suggest(f"--{word.lstrip('-')}", _FLAGS) if word.startswith("-") else "; settings are `--key value`."
+            known = (*_FLAGS, *_DRY_RUN_FLAGS[: 3 * takes_dry_run])
+            hint = suggest(f"--{word.lstrip('-')}", known) if word.startswith("-") else "; settings are `--key value`."
             raise UsageError(f"`{word}` is not an option{hint}")
+    for name in ("device", "profile"):
+        if getattr(arguments.dry_run, name) is not None and not arguments.dry_run.is_asked:
+            raise UsageError(f"`--dry_run_{name}` needs `--dry_run`.")
     return arguments
 
 

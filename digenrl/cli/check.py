@@ -29,6 +29,7 @@ from digenrl.cli.reward_weights import gather_weights
 from digenrl.cli.sources import CLASS_KEYS
 from digenrl.data import PromptData
 from digenrl.module import DiffusionRLModule
+from digenrl.policies import DiffusionPolicy
 from digenrl.rewards import JoinedReward, Reward
 from digenrl.strategies import DisaggregatedStrategy
 from digenrl.trainer import Trainer
@@ -79,6 +80,15 @@ def check_reward(value: Any) -> Any:
         SettingError: the first mistake that is found.
     """
     return _check_value(value, Reward, ("reward",))
+
+
+def check_policy(value: Any) -> Any:
+    """Give a run's policy without the run, under the keys `model.policy`, in LightningCLI's form.
+
+    Raises:
+        SettingError: the first mistake that is found.
+    """
+    return _check_value(value, DiffusionPolicy, ("model", "policy"))
 
 
 def _check_settings(cls: type, given: Any, keys: Keys, *, others: Container[str] = ()) -> dict[str, Any]:

@@ -45,8 +45,10 @@ class CLI(LightningCLI):
         *,
         progress: Progress,
         print_config: bool,
+        runs: bool = True,
     ) -> None:
         self._print_config = print_config
+        self._runs = runs
         self._progress = progress
         _register_types()
         super().__init__(
@@ -78,6 +80,11 @@ class CLI(LightningCLI):
             subcommand = self.config["subcommand"]
             sys.stdout.write(self._parser(subcommand).dump(self.config[subcommand], skip_none=False))
             raise SystemExit(0)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run it, unless the objects alone were asked for."""
+        if self._runs:
+            super()._run_subcommand(subcommand)
 
     def _parse_ckpt_path(self) -> None:
         """Leave the configuration alone; Lightning's would let the checkpoint's settings win over it."""

@@ -15,13 +15,14 @@ from digenrl.cli.errors import UsageError, one_line, suggest
 SUBCOMMANDS = {
     "fit": "train a policy with a reward",
     "validate": "score a policy on the validation prompts",
+    "export": "write what a run has trained as others load it",
     "simulate": "compare the ways to run a workload on a cluster",
     "plan": "find the best strategy for a number of devices",
     "rewards": "list the rewards there are, or score files with one",
     "serve-reward": "serve a reward for HTTPReward, from an environment or machine of its own",
     "serve-judge": "serve a vision-language model for VLMJudge",
 }
-_OWN_PROGRAMS = ("simulate", "plan", "rewards", "serve-reward", "serve-judge")
+_OWN_PROGRAMS = ("export", "simulate", "plan", "rewards", "serve-reward", "serve-judge")
 """Commands whose module has `run(words)`; those that configure a run share `program.py`."""
 
 _HELP = f"""usage: digenrl COMMAND [--config FILE] [--key value]...
@@ -34,8 +35,10 @@ commands:
   digenrl fit --config run.yaml                      run a configuration
   digenrl fit --config run.yaml --model.lr 1e-4      with another learning rate
   digenrl fit --config run.yaml --print_config       see all settings, run nothing
+  digenrl fit --config run.yaml --dry_run            see sizes, memory and times, run nothing
   digenrl fit --config run.yaml --ckpt_path last     continue the newest run
   digenrl fit --help                                 all settings
+  digenrl export --checkpoint last --output my-lora  write the adapter of the newest run
   digenrl simulate --config cluster.yaml             what each mechanism would gain
   digenrl plan --devices 32 --profile profile.json   what to set, from what a run has measured
   digenrl rewards try --reward OCRReward --image a.png --prompt '"42"'
@@ -81,7 +84,7 @@ def _run(subcommand: str, words: Sequence[str]) -> int:
         return _run_own_program(importlib.import_module(f"digenrl.cli.{subcommand.replace('-', '_')}").run, words)
     from digenrl.cli.arguments import read_arguments
 
-    arguments = read_arguments(words)
+    arguments = read_arguments(words, takes_dry_run=subcommand == "fit")
     from digenrl.cli.quiet import own_log, quiet_lightning
 
     with own_log():

@@ -21,9 +21,10 @@ from digenrl.cli.sources import Source, explain
 from digenrl.engines import WorkerError
 from digenrl.module import NonFiniteGradientError
 from digenrl.rewards import RewardError
+from digenrl.strategies.parity import ParityError
 from digenrl.strategies.weight_planes import WeightSyncError
 
-_RUN_ERRORS = (WorkerError, RewardError, WeightSyncError, NonFiniteGradientError)
+_RUN_ERRORS = (WorkerError, RewardError, WeightSyncError, ParityError, NonFiniteGradientError)
 """What stops a run and says in its message what has happened."""
 
 _RUNS = "runs"  # the Trainer's default for `default_root_dir`
@@ -40,6 +41,8 @@ def run(subcommand: str, arguments: Arguments) -> int:
     config: dict[str, Any] = {}
     try:
         config = _configure(subcommand, sources)
+        if arguments.dry_run.is_asked:
+            return _run_dry(subcommand, config, progress, arguments)
         CLI(subcommand, config, progress=progress, print_config=arguments.print_config)
     except SettingError as error:
         raise UsageError(explain(error, sources)) from error
@@ -63,6 +66,17 @@ def run(subcommand: str, arguments: Arguments) -> int:
             raise
         raise UsageError(say_input_error(error, config, sources)) from error
     return TERMINATED if progress.received_sigterm else 0
+
+
+def _run_dry(subcommand: str, config: dict[str, Any], progress: Progress, arguments: Arguments) -> int:
+    """Make the objects of a run, and describe it in place of running it."""
+    from digenrl.cli.dry_run import DryRunOptions, run_dry, with_published_model
+
+    options = DryRunOptions.of(arguments.dry_run)
+    with with_published_model(config) as (changed, notes):
+        cli = CLI(subcommand, changed, progress=progress, print_config=arguments.print_config, runs=False)
+        run_dry(cli.trainer, cli.model, cli.datamodule, options, notes)
+    return 0
 
 
 def _signal_code(error: BaseException) -> int:

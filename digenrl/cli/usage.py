@@ -33,6 +33,11 @@ _GENERAL = {
     "--ckpt_path PATH": "continue from a checkpoint; `last` is the newest of the run folders",
     "--seed_everything N": "seed of all that has no seed of its own (default: 0)",
 }
+_DRY_RUN = {
+    "--dry_run": "print sizes and times, run nothing",
+    "--dry_run_device NAME": "devices to count with (default: h100)",
+    "--dry_run_profile FILE": "take times from a run's `profile.json`",
+}
 _COLUMN = 40
 _MAX_KIND_CHARS = 24
 
@@ -57,7 +62,7 @@ def _lines(subcommand: str, config: Mapping[str, Any]) -> Iterator[str]:
     yield "A class goes by its short name if it is one of ours or Lightning's, by its dotted path otherwise."
     yield "`--model NAME --help` shows the settings of another class."
     yield from _section("general")
-    for option, summary in _GENERAL.items():
+    for option, summary in (_GENERAL | _DRY_RUN if subcommand == "fit" else _GENERAL).items():
         yield from _entry(option, summary)
     given = _class_in(config.get("model"), ("model",))
     if given is None:

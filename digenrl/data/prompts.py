@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
+from digenrl.data.fields import read_fields
 from digenrl.types import Prompt, derive_seed
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,8 @@ class PromptData(LightningDataModule):
 
     A `.txt` file holds a prompt a line; a `.jsonl` file holds an object a line with the key `prompt`, whose other
     keys become `Prompt.metadata`. Empty lines are skipped and counted in the log; everything else is kept as it
-    is, equal prompts as separate ones.
+    is, equal prompts as separate ones. Four keys are for the policy: `image`, `images` and `video` are paths of files,
+    relative to the folder of the `.jsonl` file, and `negative_prompt` is what guidance leads away from.
 
     Training order: passes over all prompts, each in its own random order, laid end to end and cut into steps. No
     prompt is left out at the end of a pass; a step may reach into the next one. An epoch is the number of steps
@@ -54,7 +56,7 @@ class PromptData(LightningDataModule):
             seed: fixes the order; None takes the seed given to `seed_everything`, or 0.
 
         Raises:
-            FileNotFoundError: a path that does not exist.
+            FileNotFoundError: a path that does not exist, of a file or of an image or video in it.
             ValueError: a file that holds no prompts or a bad line, or a count out of its bounds.
         """
         super().__init__()
@@ -224,7 +226,7 @@ def read_prompts(source: str | Path | list[str], *, name: str = "prompts") -> li
     """Read prompts from a list, a `.txt` or a `.jsonl` file; `uid` is the row.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: there is no such file, or none of an image or video that it names.
         ValueError: no prompts, another kind of file, or a line that is not what it should be.
     """
     if isinstance(source, list):
@@ -242,7 +244,9 @@ def read_prompts(source: str | Path | list[str], *, name: str = "prompts") -> li
         if len(filled) < len(lines):
             log.info("skipped %d empty lines of %s", len(lines) - len(filled), path)
         parse = _parse_json if path.suffix == ".jsonl" else _parse_text
-        prompts = [parse(line, uid, f"{path}:{number}") for uid, (number, line) in enumerate(filled)]
+        places = [f"{path}:{number}" for number, _ in filled]
+        prompts = [parse(line, uid, places[uid]) for uid, (_, line) in enumerate(filled)]
+        prompts = read_fields(prompts, places, path.parent)
     if not prompts:
         raise ValueError(f"`{name}` must hold at least one prompt, {where} holds none.")
     num_repeated = len(prompts) - len({prompt.text for prompt in prompts})

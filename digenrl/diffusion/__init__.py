@@ -10,6 +10,7 @@ from digenrl.diffusion.sigmas import (
     dpm_sigmas,
     dynamic_shift_sigmas,
     flow_match_sigmas,
+    unipc_sigmas,
 )
 from digenrl.diffusion.windows import (
     ExponentialDecayWindow,
@@ -48,4 +49,5 @@ __all__ = [
     "sample_ode",
     "sample_sde",
     "shared_timesteps",
+    "unipc_sigmas",
 ]

@@ -39,6 +39,7 @@ def sample_sde(
     tail_sigmas: Tensor | None = None,
     keep_means: bool = False,
     final: Literal["latents", "prediction"] = "latents",
+    scored_velocity: VelocityFunction | None = None,
 ) -> SampledPath:
     """Denoise with `kernel`, everywhere or in a window of steps, and record some consecutive steps.
 
@@ -58,6 +59,8 @@ def sample_sde(
         keep_means: whether to record the steps' means, which GRPO-Guard compares with those of the trainer.
         final: what `final_latents` are: the `"latents"` at sigma 0, or the last step's `"prediction"` of the
             data, latents - sigma velocity, which leaves out the noise of that step. DanceGRPO decodes it.
+        scored_velocity: another velocity, under which the recorded steps have their log-probs and means: that of the
+            policy without guidance, where it is trained so; None is `velocity`.
 
     Raises:
         ValueError: a range of steps or `tail_sigmas` does not fit `sigmas`, a recorded step has no log-prob,
@@ -84,6 +87,9 @@ def sample_sde(
         predicted = velocity(latents, sigmas[index].expand(len(latents))).float()
         step = _step(latents, predicted, sigmas, index, kernel if index in sde_steps else Euler(), seeds)
         if index in recorded:
+            if scored_velocity is not None:
+                scored = scored_velocity(latents, sigmas[index].expand(len(latents))).float()
+                step = _score(latents, scored, sigmas, index, kernel, step.next_latents)
             before.append(latents)
             steps.append(step)
         prediction = latents - sigmas[index] * predicted
@@ -146,6 +152,14 @@ def _step(
     if not kernel.is_deterministic:
         noise = sample_noise(seeds, f"step {index}", latents.shape[1:]).to(latents.device)
     return kernel.step(latents, velocity, sigmas[index], sigmas[index + 1], sigma_max=sigmas[1], noise=noise)
+
+
+def _score(
+    latents: Tensor, velocity: Tensor, sigmas: Tensor, index: int, kernel: Kernel, next_latents: Tensor
+) -> KernelStep:
+    """Score a step that another velocity made."""
+    sigma, next_sigma = sigmas[index : index + 2]
+    return kernel.step(latents, velocity, sigma, next_sigma, sigma_max=sigmas[1], next_latents=next_latents)
 
 
 def _check_steps(name: str, steps: range, stop: int) -> None:

@@ -130,6 +130,27 @@ def dpm_sigmas(num_steps: int, *, shift: float) -> Tensor:
     return _shift(_line(1.0 - 1.0 / _NUM_TRAIN_TIMESTEPS, 0.0, num_steps + 1), shift).float()
 
 
+def unipc_sigmas(num_steps: int, *, shift: float) -> Tensor:
+    """Make the schedule of diffusers' `UniPCMultistepScheduler` with `use_flow_sigmas`, which Wan has.
+
+    It bends all but the last of the even steps from 1 to 1/1000. That solver begins 1e-6 below 1, for the sake of its
+    logarithms, and cuts timesteps to integers; this schedule begins at 1.
+
+    Args:
+        num_steps: T, at least 1.
+        shift: k, positive; Wan2.1 has 3, or 5 for 720 rows.
+
+    Returns:
+        [T+1].
+
+    Raises:
+        ValueError: an argument is outside its range.
+    """
+    _check_num_steps(num_steps)
+    _check_shift(shift)
+    return _close(_shift(_line(1.0, 1.0 / _NUM_TRAIN_TIMESTEPS, num_steps + 1)[:-1], shift))
+
+
 def compress_sigmas(sigmas: Tensor, *, start: int, ratio: float, shift: float) -> Tensor:
     """Make a shorter schedule from `sigmas[start]` to 0: a bent line, as `dance_sigmas` is.
 

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from digenrl.engines.engine import (
     Engine,
+    NoRoom,
     ObjectLost,
     ObjectRef,
     ObjectStore,
@@ -26,6 +27,7 @@ __all__ = [
     "InlineEngine",
     "JoinedTask",
     "LocalEngine",
+    "NoRoom",
     "ObjectLost",
     "ObjectRef",
     "ObjectStore",

@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 _DRIVER_HOST = "localhost"
 
@@ -32,6 +32,10 @@ class ObjectLost(WorkerError):
 
     def __str__(self) -> str:
         return f"an object that worker {self.args[0]} kept is gone."
+
+
+class NoRoom(WorkerError):
+    """A worker cannot be placed on any machine that is left."""
 
 
 class WorkerTimeout(WorkerError):
@@ -156,6 +160,9 @@ class Engine(ABC):
         >>> engine.shutdown()
     """
 
+    runs_beside_driver: ClassVar[bool] = True
+    """Whether workers compute while the driver does something else."""
+
     store: ObjectStore
     """The driver's own access to what workers keep."""
 
@@ -192,9 +199,25 @@ class Engine(ABC):
         """
         return ref
 
+    def lost(self, refs: Sequence[ObjectRef]) -> list[ObjectRef]:
+        """Name those of some objects that are gone with the host that kept them; on one host there are none."""
+        return []
+
+    def copy(self, ref: ObjectRef) -> Task | None:
+        """Copy an object of the driver's to another host than its own; None if there is none.
+
+        Returns:
+            A task whose result is the copy's reference, or None where a host was lost meanwhile.
+        """
+        return None
+
     @abstractmethod
     def start(self, worker: str, factory: WorkerFactory, *, env: Mapping[str, str] | None = None) -> None:
-        """Start a worker under a name that is not in use, with extra environment variables."""
+        """Start a worker under a name that is not in use, with extra environment variables.
+
+        Raises:
+            NoRoom: no machine has what was reserved for it, since one was lost.
+        """
 
     @abstractmethod
     def submit(self, worker: str, method: str, /, *args: Any, **kwargs: Any) -> Task:

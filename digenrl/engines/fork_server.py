@@ -37,6 +37,7 @@ class ForkServer:
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._num_requests = 0
 
     def fork(self, worker: str, connection: socket.socket) -> int:
         """Fork a worker that serves `connection`; returns its process id."""
@@ -63,7 +64,7 @@ class ForkServer:
         if self._socket is not None and self._process is not None:
             # Said, not only closed: a child of the driver's own may hold a copy of the socket.
             with suppress(OSError):
-                self._socket.send(pickle.dumps(("stop",)))
+                self._socket.send(pickle.dumps((0, "stop")))
             self._socket.close()
             self._process.wait()
             self._socket = self._process = None
@@ -73,8 +74,12 @@ class ForkServer:
 
     def _request(self, request: tuple[object, ...], fds: list[int]) -> object:
         assert self._socket is not None
-        socket.send_fds(self._socket, [pickle.dumps(request)], fds)
-        return pickle.loads(self._socket.recv(_MAX_REQUEST_BYTES))
+        self._num_requests += 1
+        socket.send_fds(self._socket, [pickle.dumps((self._num_requests, *request))], fds)
+        while True:
+            number, answer = pickle.loads(self._socket.recv(_MAX_REQUEST_BYTES))
+            if number == self._num_requests:  # an earlier one is of a request that Ctrl-C has cut short
+                return answer
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -104,17 +109,21 @@ def main(fd: int) -> None:
         if not message:
             return
         match pickle.loads(message):
-            case ("fork", worker):
+            case (number, "fork", worker):
                 pid = os.fork()
                 if pid == 0:
                     server.close()
                     _run_worker(worker, fds[0])
                 os.close(fds[0])
-                server.send(pickle.dumps(pid))
-            case ("stop",):
+                answer = number, pid
+            case (_, "stop"):
                 return
-            case ("reap", pid):
-                server.send(pickle.dumps(_wait_for(pid)))
+            case (number, "reap", pid):
+                answer = number, _wait_for(pid)
+        try:
+            server.send(pickle.dumps(answer))
+        except BrokenPipeError:  # the driver ends, and has not waited for it
+            return
 
 
 def _wait_for(pid: int) -> int:
@@ -127,12 +136,15 @@ def _wait_for(pid: int) -> int:
 
 def _run_worker(worker: str, fd: int) -> None:
     die_with_parent()
+    code = 1
     try:
         serve(worker, fd)
-    except BaseException:  # such as `sys.exit` in a task: say why before the process ends
+    except BaseException as error:  # such as `sys.exit` in a task: say why before the process ends
         traceback.print_exc()
+        if isinstance(error, SystemExit) and isinstance(error.code, int):
+            code = error.code
     finally:
-        os._exit(1)  # never return into the server's loop
+        os._exit(code)  # never return into the server's loop
 
 
 def die_with_parent() -> None:

@@ -38,6 +38,8 @@ class InlineStore(ObjectStore):
 class InlineEngine(Engine):
     """Runs each task when it is submitted."""
 
+    runs_beside_driver = False
+
     def __init__(self, task_timeout_s: float = 3600.0) -> None:
         super().__init__(task_timeout_s)
         self._workers: dict[str, Any] = {}

@@ -27,7 +27,11 @@ def serve(worker: str, fd: int) -> None:
 
     allow_open_files()
     connection = Connection(fd)
-    env, sys.path[:], folder = pickle.loads(connection.recv_bytes())
+    try:
+        first = connection.recv_bytes()
+    except EOFError:  # the driver has died in between
+        os._exit(1)
+    env, sys.path[:], folder = pickle.loads(first)
     # The driver's environment of now, and nothing of that which the fork server was started in.
     os.environ.clear()
     os.environ.update(env)

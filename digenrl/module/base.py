@@ -22,7 +22,7 @@ from digenrl.module.scoring import advantages_of_kept
 from digenrl.module.validation import Validation
 from digenrl.policies import DiffusionPolicy
 from digenrl.policies.stored_weights import load_stored_weights
-from digenrl.rewards import ErrorPolicy, OnRewardError, Reward, check_prompts
+from digenrl.rewards import ErrorPolicy, OnRewardError, Reward
 from digenrl.types import Prompt, PromptBatch, RowLosses, ScoredBatch, TimestepBatch, Trajectory
 
 _CHECKPOINT_KEY = "digenrl"
@@ -88,6 +88,7 @@ class DiffusionRLModule(Validation, ABC):
         timestep_fraction: float = 1.0,
         guidance_scale: float = 1.0,
         guidance_rescale: Literal["none", "norm"] = "none",
+        guidance_batching: Literal["joint", "separate"] = "joint",
         advantage_scope: Literal["group", "batch"] = "group",
         advantage_ddof: int = 0,
         advantage_eps: float = 1e-4,
@@ -116,6 +117,8 @@ class DiffusionRLModule(Validation, ABC):
             guidance_scale: of classifier-free guidance in rollouts and validation; 1 is without.
             guidance_rescale: `"norm"` gives the guided velocity the norm of the conditional one, over the last axis, as
                 Qwen-Image does.
+            guidance_batching: whether guidance asks the policy about both conditions in one batch, `"joint"`, or one
+                after the other, `"separate"`, which takes less memory.
             advantage_scope: whose rewards the advantages' std is taken over: the `"group"`, or the step's `"batch"`.
             advantage_ddof: the std divides by (number of rewards - this), 0 or 1.
             advantage_eps: added to the std.
@@ -166,6 +169,8 @@ class DiffusionRLModule(Validation, ABC):
             raise ValueError(f"`policy` must be a `DiffusionPolicy`, got {policy!r}.")
         if guidance_rescale not in ("none", "norm"):
             raise ValueError(f"`guidance_rescale` must be none or norm, got {guidance_rescale!r}.")
+        if guidance_batching not in ("joint", "separate"):
+            raise ValueError(f"`guidance_batching` must be joint or separate, got {guidance_batching!r}.")
         if validation_solver not in ("euler", "dpm"):
             raise ValueError(f"`validation_solver` must be euler or dpm, got {validation_solver!r}.")
         check_guidance("guidance_scale", guidance_scale, policy)
@@ -183,6 +188,7 @@ class DiffusionRLModule(Validation, ABC):
         self.num_trained_timesteps = math.floor(num_steps * timestep_fraction + 1e-9)
         self.guidance_scale = guidance_scale
         self.guidance_rescale: Literal["none", "norm"] = guidance_rescale
+        self.guidance_batching: Literal["joint", "separate"] = guidance_batching
         self.advantage_settings = AdvantageSettings(
             scope=advantage_scope,
             ddof=advantage_ddof,
@@ -224,7 +230,7 @@ class DiffusionRLModule(Validation, ABC):
         if self._is_built:
             return
         if self._trainer is not None:
-            check_data(self.reward, self._trainer.datamodule)  # type: ignore[attr-defined]
+            check_data(self, self._trainer.datamodule)  # type: ignore[attr-defined]
             check_dropping(self.reward_errors, self._trainer)
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
@@ -291,7 +297,7 @@ class DiffusionRLModule(Validation, ABC):
         """Make one deterministic sample per row with the ODE: media [B, (F), C, H, W] in [0, 1]."""
         if self._remote is not None:
             return self._remote.sample(prompts)
-        condition = self.policy.encode(prompts.texts)
+        condition = self.policy.encode_batch(prompts)
         sigmas = self.policy.sigmas(self.validation_steps).to(self.device)
         noise = self.policy.initial_latents(prompts.seeds)
         latents = self._solve(self.validation_policy, noise, condition, sigmas, self.validation_solver)
@@ -364,7 +370,7 @@ class DiffusionRLModule(Validation, ABC):
         Under data-parallel strategies a rank's groups are numbered after those of the ranks before it.
         """
         prompts = as_prompts(batch)
-        check_prompts(self.reward, prompts)
+        self.check_prompts(prompts)
         return PromptBatch.for_step(
             prompts,
             step=self.next_step if step is None else step,

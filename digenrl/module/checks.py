@@ -1,4 +1,4 @@
-"""What a run's data and Trainer must be like for a module's reward, found before anything is generated."""
+"""What a run's data and Trainer must be like for a module, found before anything is generated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from digenrl.data import PromptData
-from digenrl.rewards import ErrorPolicy, Reward, RewardTraits, check_prompts
+from digenrl.module.scoring import Scoring
+from digenrl.rewards import ErrorPolicy, RewardTraits
 
 
 def accumulated_batches(trainer: Trainer) -> int:
@@ -20,17 +21,17 @@ def accumulated_batches(trainer: Trainer) -> int:
     return max([trainer.accumulate_grad_batches, *values])
 
 
-def check_data(reward: Reward, data: object) -> None:
-    """Check that a reward can score the prompts of `PromptData`; other data are checked batch by batch.
+def check_data(module: Scoring, data: object) -> None:
+    """Check that policy and reward can take the prompts of `PromptData`; other data are checked batch by batch.
 
     Raises:
-        ValueError: it cannot, or groups cannot be whole where it needs them so.
+        ValueError: one cannot, or groups cannot be whole where the reward needs them so.
     """
     if not isinstance(data, PromptData):
         return
-    check_prompts(reward, data.prompts, name="prompts")
-    check_prompts(reward, data.validation_prompts, name="validation_prompts")
-    if not RewardTraits.of(reward).groupwise or not data.validation_prompts:
+    module.check_prompts(data.prompts, name="prompts")
+    module.check_prompts(data.validation_prompts, name="validation_prompts")
+    if not RewardTraits.of(module.reward).groupwise or not data.validation_prompts:
         return
     samples, size = data.validation_samples_per_prompt, data.validation_batch_size
     if samples < 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -25,13 +26,21 @@ class Rollouts(WeightCopies):
     num_steps: int
     guidance_scale: float
     guidance_rescale: Literal["none", "norm"]
+    guidance_batching: Literal["joint", "separate"]
+    train_guidance: bool = True
+    """Whether `score_step` scores recorded steps under the guided policy; else under the policy without."""
+
+    @property
+    def guidance_scales(self) -> tuple[float, ...]:
+        """The scales of classifier-free guidance that the algorithm uses anywhere; 1 is none."""
+        return (self.guidance_scale,)
 
     def recorded_steps(self, step: int) -> range:
         """Say which denoising steps the rollouts of a training step record."""
         raise NotImplementedError
 
     def guided(self, policy: VelocityField, *, scale: float | None = None) -> VelocityField:
-        """Give a policy with classifier-free guidance; both conditions go through it as one batch.
+        """Give a policy with classifier-free guidance; both conditions go through it as `guidance_batching` says.
 
         Args:
             policy: the policy, or a copy of it.
@@ -42,9 +51,13 @@ class Rollouts(WeightCopies):
             return policy
 
         def velocity(latents: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
-            both = type(condition).cat([condition, self.policy.unconditional(condition)])
-            halves = policy(torch.cat([latents, latents]), torch.cat([sigma, sigma]), both)
-            conditional, unconditional = halves.chunk(2)
+            alone, empty = replace(condition, negative=None), self.policy.unconditional(condition)
+            if self.guidance_batching == "joint":
+                both = type(condition).cat([alone, empty])
+                halves = policy(torch.cat([latents, latents]), torch.cat([sigma, sigma]), both)
+                conditional, unconditional = halves.chunk(2)
+            else:
+                conditional, unconditional = policy(latents, sigma, alone), policy(latents, sigma, empty)
             return classifier_free_guidance(conditional, unconditional, factor, rescale=self.guidance_rescale)
 
         return velocity
@@ -60,10 +73,17 @@ class Rollouts(WeightCopies):
         final: Literal["latents", "prediction"] = "latents",
     ) -> Trajectory:
         """Denoise with `kernel` and record `recorded_steps`; the options are those of `sample_sde`."""
-        condition = self.policy.encode(prompts.texts)
+        condition = self.policy.encode_batch(prompts)
         sigmas = self.policy.sigmas(self.num_steps).to(self.device)
         recorded = self.recorded_steps(prompts.step)
         policy = self.guided(self.rollout_policy)
+        unguided = None
+        if self.guidance_scale != 1 and not self.train_guidance:
+            sampler = self.rollout_policy
+
+            def unguided(latents: Tensor, sigma: Tensor) -> Tensor:
+                return sampler(latents, sigma, condition)
+
         path = sample_sde(
             lambda x, sigma: policy(x, sigma, condition),
             self.initial_latents(prompts).to(self.device),
@@ -75,6 +95,7 @@ class Rollouts(WeightCopies):
             tail_sigmas=tail_sigmas,
             keep_means=keep_means,
             final=final,
+            scored_velocity=unguided,
         )
         return Trajectory(
             prompts=prompts,
@@ -90,7 +111,7 @@ class Rollouts(WeightCopies):
 
     def sample_final_latents(self, prompts: PromptBatch, *, solver: Solver = "euler") -> Trajectory:
         """Denoise with the ODE and keep the final latents only, for losses on the forward process."""
-        condition = self.policy.encode(prompts.texts)
+        condition = self.policy.encode_batch(prompts)
         sigmas = self.policy.sigmas(self.num_steps).to(self.device)
         return Trajectory(
             prompts=prompts,

@@ -90,7 +90,8 @@ class RowHelpers(Rollouts):
     def score_step(self, batch: TimestepBatch, policy: VelocityField | None = None) -> KernelStep:
         """Score the recorded steps under the current weights, with gradient, or under another policy's."""
         assert batch.latents is not None, "the rollout must record the steps that are trained"
-        velocity = self.guided(policy or self.policy)(batch.latents, batch.sigma, batch.condition)
+        scale = None if self.train_guidance else 1.0
+        velocity = self.guided(policy or self.policy, scale=scale)(batch.latents, batch.sigma, batch.condition)
         return batch.kernel.step(
             batch.latents,
             velocity,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -12,17 +12,19 @@ from torch import Tensor
 from digenrl.functional import rows_of_whole_groups, weighted_sum, zero_std_groups
 from digenrl.module.advantages import AdvantageSettings
 from digenrl.module.rows import RowHelpers
+from digenrl.policies.prompt_fields import check_prompt_fields
 from digenrl.rewards import (
     ErrorPolicy,
     JoinedReward,
     Reward,
     RewardError,
     RewardTraits,
+    check_prompts,
     reward_name,
     score_samples,
     set_up_reward,
 )
-from digenrl.types import PromptBatch
+from digenrl.types import Prompt, PromptBatch
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,21 @@ class Scoring(RowHelpers):
     def reward(self) -> Reward:
         """What a sample is worth."""
         return self._reward[0]
+
+    def check_prompts(self, prompts: Sequence[Prompt], *, name: str = "prompts") -> None:
+        """Check that the policy can encode prompts and the reward can score their samples.
+
+        Raises:
+            ValueError: one cannot, or a column that is for policies would have no effect.
+        """
+        check_prompt_fields(
+            self.policy,
+            prompts,
+            is_guided=any(scale != 1 for scale in self.guidance_scales),
+            read_by_reward=RewardTraits.of(self.reward).requires,
+            name=name,
+        )
+        check_prompts(self.reward, prompts, name=name)
 
     def set_up_reward(self) -> None:
         """Let the reward load what it needs, once per process; whoever scores asks for it before generation.

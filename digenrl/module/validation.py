@@ -8,7 +8,7 @@ from torch import Tensor
 
 from digenrl.module.prompts import as_prompts
 from digenrl.module.scoring import Scoring
-from digenrl.rewards import RewardError, check_prompts
+from digenrl.rewards import RewardError
 from digenrl.types import Prompt, PromptBatch
 
 VALIDATION_MEAN = "val/reward/mean"
@@ -32,7 +32,7 @@ class Validation(Scoring):
     def validation_prompts(self, batch: Sequence[Prompt | str], batch_idx: int) -> PromptBatch:
         """Ask for one sample per prompt of a batch."""
         prompts = PromptBatch.for_validation(as_prompts(batch, first_uid=batch_idx << 32), seed=self.seed)
-        check_prompts(self.reward, prompts.prompts)
+        self.check_prompts(prompts.prompts)
         return prompts
 
     def score_validation(self, media: Tensor, prompts: PromptBatch) -> None:

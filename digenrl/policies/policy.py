@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
 from digenrl.diffusion.noise import sample_noise
 from digenrl.policies.stored_tensors import StoredTensor
-from digenrl.types import Condition
+from digenrl.types import Condition, Prompt, PromptBatch
 
 VelocityField: TypeAlias = Callable[[Tensor, Tensor, Condition], Tensor]
 """(latents [N, ...], sigma [N], condition of N rows) -> velocity [N, ...]: a policy, or a copy of one."""
@@ -34,6 +34,8 @@ class DiffusionPolicy(nn.Module, ABC):
 
     latent_shape: tuple[int, ...]
     """Shape of one sample's latents, without the batch axis."""
+    prompt_fields: tuple[str, ...] = ()
+    """Which of the metadata columns `types.PROMPT_FIELDS` `encode_batch` reads; data with another one is refused."""
 
     @abstractmethod
     def build(self) -> None:
@@ -42,6 +44,17 @@ class DiffusionPolicy(nn.Module, ABC):
     @abstractmethod
     def encode(self, prompts: Sequence[str]) -> Condition:
         """Turn B prompts into a condition of B rows."""
+
+    def encode_batch(self, prompts: PromptBatch) -> Condition:
+        """Turn B rows of prompts into a condition: `encode` of their texts, unless a policy also reads metadata."""
+        return self.encode(prompts.texts)
+
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Check that prompts can be encoded; called before `build` and before anything is generated.
+
+        Raises:
+            ValueError: they cannot.
+        """
 
     @abstractmethod
     def velocity(self, latents: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
@@ -85,6 +98,16 @@ class DiffusionPolicy(nn.Module, ABC):
     def initial_latents(self, seeds: Sequence[int]) -> Tensor:
         """Draw the noise that B samples start from: [B, *latent_shape], float32, on the CPU."""
         return sample_noise(seeds, "initial", self.latent_shape)
+
+    @classmethod
+    def from_pretrained(cls, path: str, **settings: Any) -> DiffusionPolicy:
+        """Make the policy of the family that a diffusers pipeline is of; see `PipelinePolicy`."""
+        from digenrl.policies.pipeline import PipelinePolicy
+
+        return PipelinePolicy.from_pretrained(path, **settings)
+
+    def prepare(self) -> None:  # noqa: B027 (most have nothing to fetch)
+        """Fetch what `build` reads, once, in the process that drives a run; nothing by default."""
 
     def stored_weights(self) -> Mapping[str, StoredTensor]:
         """Say where the values of parameters and buffers lie that `build` leaves on the meta device; none by default.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -59,10 +59,13 @@ class WeightCopy(nn.Module):
         """Predict noise - data with these weights, without gradient; see `DiffusionPolicy.velocity`."""
         copies = dict(self.weights.named_buffers())
         trained = self._trained()
-        whole = {name: copies[name].to(p.dtype) for name, p in trained if not isinstance(p, DTensor)}
+        whole = {p: copies[name].to(p.dtype) for name, p in trained if not isinstance(p, DTensor)}
         shards = [(local_tensor(p), local_tensor(copies[name])) for name, p in trained if isinstance(p, DTensor)]
         with _lent(shards):
-            velocity: Tensor = torch.func.functional_call(self._policy[0], whole, (latents, sigma, condition))
+            # Each place of a tied parameter once: torch's own way would leave the copy in a module that has two names.
+            velocity: Tensor = torch.func.functional_call(
+                self._policy[0], self._at_all_places(whole), (latents, sigma, condition), tie_weights=False
+            )
         return velocity
 
     @torch.no_grad()
@@ -77,6 +80,15 @@ class WeightCopy(nn.Module):
             copy = local_tensor(copies[name])
             copy.lerp_(local_tensor(parameter.detach()).to(copy.dtype), 1 - decay)
         return True
+
+    def _at_all_places(self, values: Mapping[nn.Parameter, Tensor]) -> dict[str, Tensor]:
+        """Name the values by all places at which modules have their parameters."""
+        return {
+            f"{path}.{name}" if path else name: values[parameter]
+            for path, module in self._policy[0].named_modules()
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+            if parameter in values
+        }
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [entry for entry in self._policy[0].named_parameters() if entry[1].requires_grad]

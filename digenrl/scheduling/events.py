@@ -64,6 +64,14 @@ class Scored:
 
 
 @dataclass(frozen=True)
+class SamplesLost:
+    """A worker could not score a slice and is free: its samples are gone with the host that kept them."""
+
+    slice: Slice
+    worker: str
+
+
+@dataclass(frozen=True)
 class Assisted:
     """The trainer group has made a micro-batch, scored it unless the run has reward workers, and is free."""
 
@@ -87,7 +95,8 @@ class Updated:
 
 @dataclass(frozen=True)
 class WorkerLost:
-    """A generator or reward worker is gone, and with it what it was at; the samples that it had made are kept."""
+    """A generator or reward worker is gone, and with it what it was at; the samples that it had made are kept, unless
+    their host is gone, too, which `SamplesLost` says of those that are not scored yet."""
 
     worker: str
     returns: bool = False
@@ -119,6 +128,7 @@ Event = (
     | WeightsLoaded
     | Generated
     | Scored
+    | SamplesLost
     | Assisted
     | Updated
     | WorkerLost

@@ -18,6 +18,7 @@ from digenrl.scheduling.events import (
     LoadWeights,
     Paused,
     Resumed,
+    SamplesLost,
     Score,
     Scored,
     StepAdded,
@@ -50,8 +51,9 @@ class Scheduler:
     averages of this run's own durations. What trainers make they score themselves, unless the run has reward workers.
 
     Invariants: each slice is made once and scored once, and each micro-batch updated once, after all its slices were
-    scored (what a lost worker was at is begun again); a worker has one task at a time; no generator idles while there
-    is work that it may do; policy versions of a step's samples differ from its own by one at most.
+    scored (what a lost worker was at is begun again, and samples that are lost before they are scored are made again);
+    a worker has one task at a time; no generator idles while there is work that it may do; policy versions of a step's
+    samples differ from its own by one at most.
 
     Example:
         >>> from digenrl.scheduling import cut_step
@@ -143,6 +145,8 @@ class Scheduler:
                 return self._on_generated(event)
             case Scored():
                 self._on_scored(event)
+            case SamplesLost():
+                self._on_samples_lost(event)
             case Assisted() | Updated():
                 self._on_trainer_done(event)
             case WorkerLost():
@@ -180,12 +184,20 @@ class Scheduler:
 
     def _on_scored(self, event: Scored) -> None:
         self._measure("score", event.worker, event.seconds, len(event.slice))
-        if event.worker in self._reward_workers:
-            self._idle_reward_workers.append(event.worker)
-        else:
-            self._free(event.worker)
-        del self._scorers[event.slice]
+        self._end_scoring(event.slice, event.worker)
         self._steps[event.slice.step].mark_scored(event.slice)
+
+    def _on_samples_lost(self, event: SamplesLost) -> None:
+        del self._started_s[event.worker]
+        self._end_scoring(event.slice, event.worker)
+        self._steps[event.slice.step].lose(event.slice)
+
+    def _end_scoring(self, part: Slice, worker: str) -> None:
+        del self._scorers[part]
+        if worker in self._reward_workers:
+            self._idle_reward_workers.append(worker)
+        else:
+            self._free(worker)
 
     def _on_trainer_done(self, event: Assisted | Updated) -> None:
         kind = "assist" if isinstance(event, Assisted) else "update"

@@ -121,7 +121,7 @@ class StepWork:
         self._untrained.remove(micro_batch.index)
 
     def lose(self, part: Slice) -> None:
-        """Take back a slice whose generator was lost before it was made."""
+        """Take back a slice whose generator was lost before it was made, or whose samples are lost."""
         if part in self._stale:
             self._stale.remove(part)
             self.num_stale_samples -= len(part)

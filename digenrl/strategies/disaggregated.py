@@ -48,6 +48,7 @@ from digenrl.strategies.devices import visible_devices
 from digenrl.strategies.driver import StepDriver
 from digenrl.strategies.lookahead import LookaheadLoader
 from digenrl.strategies.optimizers import OptimizerSpec, changed_settings, hyper_parameters
+from digenrl.strategies.parity import NUM_SAMPLES, ParityCheck
 from digenrl.strategies.pool import WorkerPool
 from digenrl.strategies.single_process import SingleProcessStrategy
 from digenrl.strategies.snapshots import StepCall, check_restarts
@@ -115,6 +116,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         ray_address: str | None = None,
         ray_runtime_env: Mapping[str, Any] | None = None,
         task_timeout_s: float = 3600.0,
+        parity_check: ParityCheck = "raise",
     ) -> None:
         """Describe the workers and the pipeline; nothing is started.
 
@@ -161,6 +163,10 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             ray_address: of a Ray cluster, as `ray.init` takes it; None is that of the environment, or starts one here.
             ray_runtime_env: what `ray.init` is to ship to workers in place of the working directory.
             task_timeout_s: seconds after which a worker's task is given up; the error names both.
+            parity_check: what is done where generators and trainers do not compute the same: each fit begins with two
+                samples of each generator, which are compared and then dropped (shapes, finite numbers, weights by
+                digest, the velocity and the ratio that trainers recompute). `"raise"` ends the run with a
+                `ParityError`, `"warn"` says it and goes on, `"off"` makes no samples.
 
         Raises:
             ValueError: a setting outside its bounds.
@@ -185,6 +191,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             ("sharding", sharding, get_args(Sharding)),
             ("grad_sync", grad_sync, get_args(GradientSync)),
             ("weight_plane", weight_plane, get_args(WeightPlaneName)),
+            ("parity_check", parity_check, get_args(ParityCheck)),
         ):
             if choice not in choices:
                 raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {choice!r}.")
@@ -228,6 +235,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         self.ray_address = ray_address
         self.ray_runtime_env = ray_runtime_env
         self.task_timeout_s = task_timeout_s
+        self.parity_check: ParityCheck = parity_check
         self.policy_version = 0
         """Optimizer steps that the trainers' weights have seen."""
         self.last_step_spans: tuple[WorkerSpan, ...] = ()
@@ -244,6 +252,8 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         """When the trainers must be free to hand over their state, once the run was interrupted."""
         self._num_groups = 0
         self._unlogged: StepResult | None = None
+        self._is_parity_due = False
+        self._parity_metrics: dict[str, float] = {}
         self._scales = (1.0, 1.0)  # of the policy's gradient, and of all of it
         self._round_origin: int | None = None  # the step at which the sampler's count of steps was 0
         self._window = StepWindow()
@@ -347,6 +357,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             self.pool.connect_trainers(self.policy_version)
         self.setup_optimizers(trainer)
         self._driver = self._make_driver()
+        self._is_parity_due = self.parity_check != "off"
         self._transfer_hook = _overridden_transfer_hook(self.module, trainer.datamodule)  # type: ignore[attr-defined]
         if self._transfer_hook is not None:
             log.warning(
@@ -427,10 +438,11 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             devices_per_generator=self.devices_per_generator > 1,
             attention_backend=self.attention_backend,
         )
-        check_data(self.module.reward, trainer.datamodule)  # type: ignore[attr-defined]
+        check_data(self.module, trainer.datamodule)  # type: ignore[attr-defined]
         check_dropping(self.module.reward_errors, trainer)
         if isinstance(trainer.datamodule, PromptData):  # type: ignore[attr-defined]
             self._micro_batch_groups(trainer.datamodule.prompts_per_step)  # type: ignore[attr-defined]
+        self.module.policy.prepare()
 
     def _micro_batch_groups(self, num_groups: int) -> int:
         return micro_batch_groups(
@@ -471,6 +483,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         """Run one RL step on the workers, up to the accumulated gradient; returns its loss, for logging."""
         assert self._driver is not None, "`setup` makes the driver"
         module, trainer = self.module, self._trainer
+        self._check_parity(batch)
         self._window.begin()
         step = module.next_step
         if not self._driver.has_step(step):
@@ -495,6 +508,17 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         self._window.add(len(prompts))
         return torch.tensor(loss)
 
+    def _check_parity(self, batch: Any) -> None:
+        """Before a fit's first step, see that generators and trainers compute the same, with its first samples."""
+        if not self._is_parity_due:
+            return
+        assert self._driver is not None, "`setup` makes the driver"
+        self._is_parity_due = False
+        prompts = self.module.prompt_batch(batch, step=self.module.next_step)
+        report = self._driver.check_parity(prompts.select(slice(NUM_SAMPLES)))
+        report.settle(self.parity_check, getattr(self.module, "clip_range", None))
+        self._parity_metrics = report.metrics
+
     def _log_result(self) -> None:
         """Log what is known of the newest step, once."""
         result, self._unlogged = self._unlogged, None
@@ -507,8 +531,10 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             {
                 "staleness/frac": result.num_stale_samples / len(result.prompts),
                 "assist/micro_batches": float(result.num_assisted),
+                **self._parity_metrics,
             }
         )
+        self._parity_metrics = {}
 
     def _note_timestep_batch_size(self, result: StepResult) -> None:
         """Say what `timestep_batch_size="auto"` has come to, where it is new."""
@@ -668,11 +694,11 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         self._driver.announce_weights(self.policy_version)
         for loader in self._loaders:
             loader.commit(self._window.num_batches)
-        self._close_window(reports, norm, sync)
         if self._driver.has_step(self.module.next_step):
-            # Workers do not wait until Lightning has gone round its loop.
+            # Workers do not wait until this process has logged and Lightning has gone round its loop.
             self._driver.start_step(self.module.next_step)
         self._log_result()
+        self._close_window(reports, norm, sync)
 
     def _close_window(self, reports: Mapping[str, StepReport], gradient_norm: float, sync: Span) -> None:
         """Sum up what the workers did since the window's first batch."""

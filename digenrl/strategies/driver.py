@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from digenrl.engines import Engine, Task, WorkerError, WorkerTimeout
+from digenrl.engines import Engine, NoRoom, ObjectLost, ObjectRef, Task, WorkerError, WorkerTimeout
 from digenrl.metrics import MetricAccumulator
 from digenrl.module import DiffusionRLModule, advantages_of_kept
 from digenrl.scheduling import (
@@ -28,6 +28,7 @@ from digenrl.scheduling import (
     MicroBatch,
     Paused,
     Resumed,
+    SamplesLost,
     Scheduler,
     Score,
     Scored,
@@ -41,11 +42,13 @@ from digenrl.scheduling import (
     WorkerJoined,
     WorkerLost,
 )
+from digenrl.strategies.parity import ParityReport
+from digenrl.strategies.parity_gate import measure_parity
 from digenrl.strategies.pool import WorkerPool
 from digenrl.strategies.recovery import TRAINERS
 from digenrl.strategies.snapshots import UpdateCall
 from digenrl.strategies.step_book import StepBook, StepPlan, StepResult, WorkerSpan
-from digenrl.strategies.trainer_group import GroupTask, shares
+from digenrl.strategies.trainer_group import GroupTask, shares, trajectories_made
 from digenrl.strategies.workers import AssistReport, GenerateReport, ScoreReport, Span, TimestepBatchSize, UpdateReport
 from digenrl.types import PromptBatch
 
@@ -105,6 +108,10 @@ class StepDriver:
         self._is_paused = False
         self._started_step: int | None = None
         self._has_said_barrier = False
+
+    def check_parity(self, prompts: PromptBatch) -> ParityReport:
+        """Compare what generators and trainers compute of a few samples, before any step; see `measure_parity`."""
+        return self._repeat(lambda: measure_parity(self._pool, prompts, self._gather))
 
     def add_step(self, plan: StepPlan) -> None:
         """Make a step's work known; generators may begin with it while the step before is trained."""
@@ -190,7 +197,7 @@ class StepDriver:
 
     def serve(self) -> None:
         """Answer workers that are done, without waiting for any; where this process is at something long."""
-        if self._pending:
+        if self._pending and self._engine.runs_beside_driver:
             self._take_results(0.0)
 
     def _run(self, is_over: Callable[[], bool]) -> None:
@@ -275,7 +282,15 @@ class StepDriver:
         return [Generated(part, generator, report.span.seconds)]
 
     def _on_scored(self, part: Slice, worker: str, task: Task, book: StepBook) -> list[Event]:
-        return [self._take_score(part, worker, task.result())]
+        try:
+            report: ScoreReport = task.result()
+        except ObjectLost:
+            if not self._engine.lost(book.trajectories[part]):
+                raise
+            self._recovery.note_made_again(1)
+            self._recovery.free(book.trajectories.pop(part))
+            return [SamplesLost(part, worker)]
+        return [self._take_score(part, worker, report)]
 
     def _take_score(self, part: Slice, worker: str, report: ScoreReport) -> Scored:
         book = self._steps[part.step]
@@ -340,18 +355,25 @@ class StepDriver:
 
     def _on_rank_done(self, group: GroupTask, task: Task, book: StepBook) -> list[Event]:
         """The group is done when its last rank is; only then is anything of it noted, as it may be done again."""
-        task.result()
+        is_missing = self._recovery.is_possible and group.misses_samples
+        if not is_missing:
+            task.result()
         if self._group is not group or not group.is_done:
             return []
-        reports = [task.result() for task in group.tasks.values()]
+        reports = [] if is_missing else [task.result() for task in group.tasks.values()]
         micro_batch = group.action.micro_batch
         if isinstance(group.action, Assist):
             self._note_assist(micro_batch, reports, book)
+        elif group.made_again and not is_missing:
+            self._note_made_again(group.made_again, reports, book)
+            self._submit_group()
+            return []
         else:
             self._group = None
             call = book.update_call(micro_batch)
-            if any(report.out_of_memory for report in reports):
-                # A part of the failed micro-batch is in the gradient; the ranks have agreed on smaller batches.
+            if is_missing or any(report.out_of_memory for report in reports):
+                # A part of the failed micro-batch may be in the gradient; where memory ran out, the ranks have agreed
+                # on smaller batches.
                 reports = self._train_again([*self._recovery.journal.open.updates, call])[-1]
             self._note_update(call, reports, book)
         # Switching takes as long as the slowest rank needs.
@@ -363,13 +385,20 @@ class StepDriver:
         adopted = [[self._recovery.adopt(ref) for ref in report.trajectories] for report in reports]
         self._group = None  # only now: if one is lost, the micro-batch is made again
         for (trainer, parts), report, refs in zip(
-            shares(micro_batch, self._pool.trainers).items(), reports, adopted, strict=True
+            shares(micro_batch.slices, self._pool.trainers).items(), reports, adopted, strict=True
         ):
             book.trajectories.update((part, (ref,)) for part, ref in zip(parts, refs, strict=True))
             for part, rewards in zip(parts, report.rewards, strict=False):  # none where reward workers score
                 self._note_rewards(part, rewards, book)
             book.metrics.join(report.metrics)
             self.note_span(trainer, "assist", str(micro_batch), report.span)
+
+    def _note_made_again(self, parts: Sequence[Slice], reports: Sequence[AssistReport], book: StepBook) -> None:
+        """Take samples that were lost with a host; their rewards are known, and their metrics noted."""
+        for part, ref in zip(parts, trajectories_made(reports, len(parts)), strict=True):
+            self._recovery.free(book.trajectories[part])
+            book.trajectories[part] = (self._recovery.adopt(ref),)
+        self._recovery.note_made_again(len(parts))
 
     def _note_update(self, call: UpdateCall, reports: Sequence[UpdateReport], book: StepBook) -> None:
         self._recovery.journal.note_update(call)
@@ -380,7 +409,14 @@ class StepDriver:
             self.note_span(trainer, "update", str(call.micro_batch), report.span)
 
     def _on_snapshot(self, trainer: str, task: Task) -> list[Event]:
-        self._recovery.note_snapshot(trainer, task.result())
+        adopted, copy = self._recovery.note_snapshot(trainer, task.result())
+        if copy is not None:
+            self._pending[copy] = partial(self._on_copied, trainer, adopted, copy)
+        self._flush()
+        return []
+
+    def _on_copied(self, trainer: str, adopted: ObjectRef, task: Task) -> list[Event]:
+        self._recovery.note_copy(trainer, adopted, task.result())
         self._flush()
         return []
 
@@ -395,12 +431,16 @@ class StepDriver:
         unit = self._recovery.lost_unit(error, worker)
         if unit == TRAINERS:
             self._recovery.restart(unit, self._gather)
+            self._load_again(worker)
             return
         self._recovery.forget(unit)
         self.on_lost(unit)
         self._restarting.add(unit)
         try:
             tasks = self._pool.launch(unit)
+        except NoRoom as failure:
+            self._recovery.give_up(unit, failure)
+            return
         except WorkerError as failure:
             self._recover(failure, unit)
             return
@@ -408,15 +448,28 @@ class StepDriver:
             self._pending[task] = partial(_no_events, task)
         self._pending[tasks[-1]] = partial(self._on_launched, unit, tasks[-1])
 
+    def _load_again(self, worker: str) -> None:
+        """Let a generator that lives do what the trainers' loss has ended: it was loading what was lost with them."""
+        generator = self._pool.unit_of(worker)
+        if generator not in self._pool.generators or self._pool.published_version is None:
+            return
+        if generator in self._restarting:
+            self._load_and_join(generator, self._pool.published_version)
+        else:
+            self._perform(LoadWeights(generator, self._pool.published_version))
+
     def _on_launched(self, unit: str, task: Task) -> list[Event]:
         task.result()
         self._pool.rejoin(unit)
         version = self._version_of(unit)
         if version is None:
             return self._join(unit, None)
+        self._load_and_join(unit, version)
+        return []
+
+    def _load_and_join(self, unit: str, version: int) -> None:
         loading = self._pool.load_weights(unit, version)
         self._pending[loading] = partial(self._on_rejoined, unit, version, loading)
-        return []
 
     def _on_rejoined(self, unit: str, version: int, task: Task) -> list[Event]:
         task.result()
@@ -444,6 +497,10 @@ class StepDriver:
             self._submit_group()
         else:
             self._observe(WorkerJoined(unit, self._version_of(unit)))
+
+    def on_given_up(self, unit: str) -> None:
+        """Wait for them no more; others have taken over what they were at."""
+        self._restarting.discard(unit)
 
 
 def _no_events(task: Task) -> list[Event]:

@@ -169,11 +169,9 @@ class WorkerPool:
         tasks += [self._submit_build(rank) for rank in ranks if rank in self._built]
         if unit == TRAINERS and self._optimizer is not None:
             tasks += [self.engine.submit(rank, "configure_optimizer", self._optimizer) for rank in ranks]
-        if unit in self.reward_workers:
-            return tasks
         for state, strict in self._base_states:
             tasks += [self.engine.submit(rank, "load_state_dict", state, strict) for rank in ranks]
-        if self._place_in_run is not None:
+        if self._place_in_run is not None and unit not in self.reward_workers:
             tasks += [self.engine.submit(rank, "resume", *self._place_in_run) for rank in ranks]
         return tasks
 
@@ -193,6 +191,17 @@ class WorkerPool:
     def ranks_of(self, unit: str) -> tuple[str, ...]:
         """Give the workers of a unit."""
         return self.trainers if unit == TRAINERS else self._ranks.get(unit, (unit,))
+
+    def peers_of(self, unit: str) -> tuple[str, ...]:
+        """Give the units that do the same as one, itself included."""
+        return next((units for units in (self.generators, self.reward_workers) if unit in units), (unit,))
+
+    def drop(self, unit: str) -> None:
+        """Go on without a generator or reward worker, which is not started again."""
+        for rank in self._ranks.pop(unit, (unit,)):
+            self._built.discard(rank)
+        self.generators = tuple(generator for generator in self.generators if generator != unit)
+        self.reward_workers = tuple(worker for worker in self.reward_workers if worker != unit)
 
     def clock_offset_s(self, worker: str) -> float:
         """Give what is to be added to a worker's times; ranks of a generator are on one clock."""
@@ -346,6 +355,10 @@ class WorkerPool:
         loads = self._plane.load(generator, version)
         return loads[0] if len(loads) == 1 else JoinedTask(generator, loads, join_spans)
 
+    def compare_weights(self, generator: str) -> list[Task]:
+        """Have each of a generator's ranks name what it holds otherwise than it was published; None if nothing."""
+        return self._plane.compare(generator)
+
     # ---- evaluation ----------------------------------------------------------------------------------------
 
     def evaluate(
@@ -362,13 +375,15 @@ class WorkerPool:
         Returns:
             What the hook logged for each generator's share, each with the number of samples it speaks for.
         """
-        shares = self._generators_shares(batch, units)
-        logged = self.recovery.run(
-            lambda: self.engine.gather(
+
+        def evaluate() -> list[list[tuple[int, LogCall]]]:
+            shares = self._generators_shares(batch, units)
+            logged = self.engine.gather(
                 [self._on_ranks(maker, "evaluation_step", hook, share, *args) for maker, share in shares.items()]
             )
-        )
-        return [[(len(share), call) for call in calls] for share, calls in zip(shares.values(), logged, strict=True)]
+            return _with_sizes(shares, logged)
+
+        return self.recovery.run(evaluate)
 
     def _on_ranks(self, generator: str, method: str, *args: Any) -> Task:
         """Have all devices of a generator do the same together; the first one's result counts."""
@@ -379,9 +394,12 @@ class WorkerPool:
         self, batch: Sequence[Any], batch_idx: int, *, units: Sequence[int] | None = None
     ) -> list[list[tuple[int, LogCall]]]:
         """Make a validation batch on the generators and score it on the reward workers; see `evaluate`."""
-        shares = self._generators_shares(batch, units)
-        logged = self.recovery.run(lambda: self._make_and_score(shares, batch_idx))
-        return [[(len(share), call) for call in calls] for share, calls in zip(shares.values(), logged, strict=True)]
+
+        def validate() -> list[list[tuple[int, LogCall]]]:
+            shares = self._generators_shares(batch, units)
+            return _with_sizes(shares, self._make_and_score(shares, batch_idx))
+
+        return self.recovery.run(validate)
 
     def _make_and_score(self, shares: Mapping[str, Sequence[Any]], batch_idx: int) -> list[list[LogCall]]:
         making = [
@@ -421,18 +439,18 @@ class WorkerPool:
 
     def sample(self, prompts: PromptBatch) -> Tensor:
         """Make deterministic samples on the generators: media [B, (F), C, H, W] in [0, 1]."""
-        shares = {
-            generator: prompts.select(slice(start, stop))
-            for generator, (start, stop) in zip(
-                self.generators, even_shares(len(prompts), len(self.generators)), strict=True
+
+        def sample() -> list[Tensor]:
+            shares = even_shares(len(prompts), len(self.generators))
+            return self.engine.gather(
+                [
+                    self._on_ranks(generator, "sample", prompts.select(slice(start, stop)))
+                    for generator, (start, stop) in zip(self.generators, shares, strict=True)
+                    if stop > start
+                ]
             )
-            if stop > start
-        }
-        return torch.cat(
-            self.recovery.run(
-                lambda: self.engine.gather([self._on_ranks(maker, "sample", share) for maker, share in shares.items()])
-            )
-        )
+
+        return torch.cat(self.recovery.run(sample))
 
     # ---- state ---------------------------------------------------------------------------------------------
 
@@ -458,7 +476,7 @@ class WorkerPool:
     def push_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> None:
         """Replace the weights of all workers."""
         ref = self.engine.store.put(dict(state_dict))
-        self._push([*self.trainers, *self.generator_ranks], "load_state_dict", ref, strict)
+        self._push([*self.trainers, *self.generator_ranks, *self.reward_workers], "load_state_dict", ref, strict)
         if self.recovery.is_possible and self._must_be_loaded_again():
             if strict:
                 self._free_base_states()
@@ -516,6 +534,13 @@ class WorkerPool:
 
     def _call(self, workers: Sequence[str], method: str, *args: Any) -> list[Any]:
         return self.engine.gather([self.engine.submit(worker, method, *args) for worker in workers])
+
+
+def _with_sizes(
+    shares: Mapping[str, Sequence[Any]], logged: Sequence[Sequence[LogCall]]
+) -> list[list[tuple[int, LogCall]]]:
+    """Put beside each call for how many samples it speaks."""
+    return [[(len(share), call) for call in calls] for share, calls in zip(shares.values(), logged, strict=True)]
 
 
 def _clone_tensors(value: Any) -> Any:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from digenrl.engines import ObjectLost, ObjectRef, Task, WorkerDied, WorkerError, WorkerTimeout
-from digenrl.strategies.snapshots import Journal, UpdateCall, snapshot_interval
+from digenrl.engines import NoRoom, ObjectLost, ObjectRef, Task, WorkerDied, WorkerError, WorkerTimeout
+from digenrl.strategies.snapshots import Journal, MadeSlice, UpdateCall, snapshot_interval
+from digenrl.strategies.trainer_group import submit_assist, trajectories_made
 from digenrl.strategies.workers import TimestepBatchSize, UpdateReport
 from digenrl.strategies.workers.timestep_batch_size import TrainerOutOfMemory
 
@@ -37,6 +39,9 @@ class Observer(Protocol):
     def on_back(self, unit: str) -> None:
         """They are there again, with the newest weights."""
 
+    def on_given_up(self, unit: str) -> None:
+        """They will not come back: others do what they did."""
+
 
 class Recovery:
     """Starts workers of one run again, and keeps what that needs (docs/design/restarts.md).
@@ -58,8 +63,11 @@ class Recovery:
         self._max_restarts = max_restarts
         self._interval = snapshot_interval(snapshot) if max_restarts else None
         self._snapshot: dict[str, ObjectRef] = {}
+        self._copies: list[ObjectRef] = []
+        """Of the snapshot, on other hosts than its own."""
         self._snapshot_version = 0
         self._incoming: dict[str, ObjectRef] = {}
+        self._incoming_copies: dict[str, ObjectRef | None] = {}
         self._incoming_version: int | None = None
         self._largest_timestep_batch: int | None = None
         self._adopted: set[ObjectRef] = set()
@@ -145,6 +153,8 @@ class Recovery:
             return WorkerDied(str(error), error.worker)
         if isinstance(error, ObjectLost) and self._max_restarts:
             maker = str(error.args[0])
+            if self._pool.unit_of(maker) is None:  # the driver's own: its host is gone, and who reads it cannot help it
+                return None
             return self._dead_among([maker], "and with it what it had made") or WorkerDied(str(error), maker)
         if isinstance(error, TrainerOutOfMemory) and self.timestep_batch_size == "auto" and error.num_timesteps > 1:
             # Its peers wait for it in vain: there is no other way to have them back.
@@ -188,12 +198,31 @@ class Recovery:
                     if unit in self._pool.generators and self._pool.published_version is not None:
                         gather([self._pool.load_weights(unit, self._pool.published_version)])
                 break
+            except NoRoom as error:
+                self.give_up(unit, error)
+                return
             except Exception as error:
                 lost = self.lost_unit(error)
                 if lost != unit:
                     self.restart(lost, gather)
         if self.observer is not None:
             self.observer.on_back(unit)
+
+    def give_up(self, unit: str, error: NoRoom) -> None:
+        """Go on without a unit that no host has room for, if others do the same.
+
+        Raises:
+            WorkerError: nobody does.
+        """
+        others = [other for other in self._pool.peers_of(unit) if other != unit]
+        if not others:
+            raise WorkerError(
+                f"{error} The run cannot go on without it; resume it with `ckpt_path` from its last checkpoint."
+            ) from error
+        self._pool.drop(unit)
+        log.warning("%s The run goes on without %s, with %s.", error, unit, ", ".join(others))
+        if self.observer is not None:
+            self.observer.on_given_up(unit)
 
     def _rebuild_trainers(self, gather: Gather) -> None:
         """Give new trainers the state of the newest snapshot, and repeat all that the group has done since."""
@@ -204,12 +233,8 @@ class Recovery:
             size = self._largest_timestep_batch
             gather([self._engine.submit(trainer, "limit_timestep_batch", size) for trainer in trainers])
         if self._snapshot:
-            others = list(self._snapshot.values())
             gather(
-                [
-                    self._engine.submit(trainer, "restore_snapshot", [self._snapshot[trainer], *others])
-                    for trainer in trainers
-                ]
+                [self._engine.submit(trainer, "restore_snapshot", self._snapshots_for(trainer)) for trainer in trainers]
             )
         for window in self.journal.closed:
             assert window.step is not None, "of a closed window"
@@ -220,6 +245,23 @@ class Recovery:
         self._pool.rejoin(TRAINERS)
         self.is_rebuilding = False
 
+    def _snapshots_for(self, trainer: str) -> list[ObjectRef]:
+        """Name the snapshots that a trainer may read, its own or a copy of that first.
+
+        Raises:
+            WorkerError: its own is gone.
+        """
+        refs = [self._snapshot[trainer], *self._snapshot.values(), *self._copies]
+        if self._copies:
+            refs.insert(1, self._copies[self._pool.trainers.index(trainer)])
+        lost = self._engine.lost(refs)
+        if self._snapshot[trainer] in lost and (not self._copies or refs[1] in lost):
+            raise WorkerError(
+                f"the snapshot of {trainer} is lost with its host, so the trainers cannot be started again; resume the "
+                "run with `ckpt_path` from its last checkpoint."
+            )
+        return [ref for ref in refs if ref not in lost]
+
     def train_again(self, calls: Sequence[UpdateCall], gather: Gather) -> list[list[UpdateReport]]:
         """Drop the trainers' gradient and accumulate that of some updates; returns what the ranks report of each.
 
@@ -229,14 +271,38 @@ class Recovery:
         while True:
             gather([self._engine.submit(trainer, "discard_gradient") for trainer in trainers])
             reports: list[list[UpdateReport]] = []
-            for call in calls:
-                reports.append(
-                    gather([call.submit(self._engine, trainer, self.timestep_batch_size) for trainer in trainers])
-                )
-                if any(report.out_of_memory for report in reports[-1]):
-                    break
-            else:
-                return reports
+            try:
+                for call in calls:
+                    whole = self._made_whole(call, gather)
+                    reports.append(
+                        gather([whole.submit(self._engine, trainer, self.timestep_batch_size) for trainer in trainers])
+                    )
+                    if any(report.out_of_memory for report in reports[-1]):
+                        break
+                else:
+                    return reports
+            except ObjectLost:  # with its host, at this very moment
+                if not any(self._engine.lost(call.trajectories) for call in calls):
+                    raise
+
+    def _made_whole(self, call: UpdateCall, gather: Gather) -> UpdateCall:
+        """Have the trainers make those samples of an update again that are gone with their host.
+
+        They have the weights that trained them at this point, and the rewards are known.
+        """
+        lost = [part for part in call.slices if self._engine.lost(part.trajectories)]
+        if not lost:
+            return call
+        tasks = submit_assist(self._pool, [part.prompts for part in lost], scores=False)
+        made = [self.adopt(ref) for ref in trajectories_made(gather(list(tasks.values())), len(lost))]
+        self.note_made_again(len(lost))
+        self.journal.keep(made)
+        again = {id(part): MadeSlice(part.prompts, (ref,)) for part, ref in zip(lost, made, strict=True)}
+        return replace(call, slices=tuple(again.get(id(part), part) for part in call.slices))
+
+    def note_made_again(self, num_slices: int) -> None:
+        """Say how many slices were lost with a host, and made once more."""
+        log.warning("Samples of %d slices were lost with their host, and are made again.", num_slices)
 
     # ---- snapshots -----------------------------------------------------------------------------------------
 
@@ -249,20 +315,41 @@ class Recovery:
             return {trainer: self._engine.submit(trainer, "take_snapshot") for trainer in self._pool.trainers}
         return {}
 
-    def note_snapshot(self, trainer: str, snapshot: ObjectRef) -> None:
-        """Adopt a rank's snapshot; the one before is kept until all ranks' are here.
+    def note_snapshot(self, trainer: str, snapshot: ObjectRef) -> tuple[ObjectRef, Task | None]:
+        """Adopt a rank's snapshot; the one before is kept until all ranks' are here, and safe.
+
+        Returns:
+            It as adopted, and its copy that is on the way to another host, for `note_copy`; None on a single host.
 
         Raises:
             ObjectLost: the trainer has died meanwhile.
         """
-        self._incoming[trainer] = self.adopt(snapshot)
-        if len(self._incoming) < len(self._pool.trainers):
+        adopted = self._incoming[trainer] = self.adopt(snapshot)
+        copy = self._engine.copy(adopted)
+        if copy is None:
+            self.note_copy(trainer, adopted, None)
+        return adopted, copy
+
+    def note_copy(self, trainer: str, adopted: ObjectRef, copy: ObjectRef | None) -> None:
+        """Keep the copy of a rank's snapshot, if there is one; with the last rank's the new snapshot takes over."""
+        if copy is not None:
+            self._adopted.add(copy)
+        if self._incoming.get(trainer) is not adopted:  # the trainers have died meanwhile
+            self.free([copy] if copy is not None else [])
+            return
+        self._incoming_copies[trainer] = copy
+        if len(self._incoming_copies) < len(self._pool.trainers):
             return
         assert self._incoming_version is not None, "a snapshot that was requested"
-        self.free(list(self._snapshot.values()))
+        self.free([*self._snapshot.values(), *self._copies])
         self.free(self.journal.commit(self._incoming_version))
         self._snapshot, self._snapshot_version = self._incoming, self._incoming_version
-        self._incoming, self._incoming_version = {}, None
+        copies = [self._incoming_copies[trainer] for trainer in self._pool.trainers]
+        self._copies = [copy for copy in copies if copy is not None]
+        if len(self._copies) < len(copies):  # all or none
+            self.free(self._copies)
+            self._copies = []
+        self._incoming, self._incoming_copies, self._incoming_version = {}, {}, None
 
     def take_snapshot(self) -> None:
         """Have the trainers keep their state now, and wait for it; to be part of a call that `run` repeats."""
@@ -272,15 +359,17 @@ class Recovery:
         self._incoming_version = self.journal.version
         tasks = [self._engine.submit(trainer, "take_snapshot") for trainer in self._pool.trainers]
         for trainer, snapshot in zip(self._pool.trainers, self._engine.gather(tasks), strict=True):
-            self.note_snapshot(trainer, snapshot)
+            adopted, copy = self.note_snapshot(trainer, snapshot)
+            if copy is not None:
+                self.note_copy(trainer, adopted, self._engine.gather([copy])[0])
 
     def begin_anew(self, version: int) -> None:
         """Go on from other weights, whose snapshot is taken: nothing that was done before is repeated any more."""
         self.free(self.journal.begin_anew(version))
 
     def _drop_incoming(self) -> None:
-        self.free(list(self._incoming.values()))
-        self._incoming, self._incoming_version = {}, None
+        self.free([*self._incoming.values(), *(copy for copy in self._incoming_copies.values() if copy is not None)])
+        self._incoming, self._incoming_copies, self._incoming_version = {}, {}, None
 
     # ---- objects that outlive their makers -----------------------------------------------------------------
 
@@ -325,5 +414,5 @@ class Recovery:
         self._engine.store.free(list(self._adopted))
         self._adopted.clear()
         self._to_free.clear()
-        self._snapshot, self._incoming = {}, {}
+        self._snapshot, self._incoming, self._incoming_copies, self._copies = {}, {}, {}, []
         self.journal.begin_anew(0)

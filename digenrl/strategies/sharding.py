@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_map_only
 
 from digenrl.policies import DiffusionPolicy
 from digenrl.policies.shards import full_tensor, is_first_holder, local_rows, local_tensor, shard_of, with_rows
@@ -67,8 +68,8 @@ def shard_policy(policy: DiffusionPolicy, mesh: DeviceMesh, *, grad_sync: Gradie
     """Let each rank hold a part of each block's parameters; a block gathers them while it computes.
 
     What lies outside of the blocks stays whole on all ranks, so that `encode` and `decode` need no other rank, and so
-    do parameters without axes. Parameters travel in their own dtype: autocast decides what they are computed in, as it
-    does where they are whole. All ranks must call `policy` together from now on.
+    do parameters without axes or entries. Parameters travel in their own dtype: autocast decides what they are computed
+    in, as it does where they are whole. All ranks must call `policy` together from now on.
 
     Args:
         policy: built, on the CPU, the device or the meta device.
@@ -78,13 +79,10 @@ def shard_policy(policy: DiffusionPolicy, mesh: DeviceMesh, *, grad_sync: Gradie
     Raises:
         ValueError: the policy has no blocks, or blocks that cannot be shared among ranks.
     """
-    blocks = list(policy.blocks())
-    if not blocks:
-        raise ValueError(
-            f"ranks share the blocks of a policy, but `{type(policy).__name__}.blocks` gives none: define it to give "
-            "the repeated modules, or leave `sharding` at none and `devices_per_generator` at 1."
-        )
-    shared = {parameter for block in blocks for parameter in block.parameters() if parameter.ndim > 0}
+    # Those inside of others first, as FSDP2 needs it.
+    blocks = sorted(dict.fromkeys(policy.blocks()), key=lambda block: sum(1 for _ in block.modules()))
+    _check_blocks(policy, blocks)
+    shared = {entry for block in blocks for entry in block.parameters() if entry.ndim > 0 and entry.numel() > 0}
     _check_shared(policy, blocks, shared)
     whole = {parameter for parameter in policy.parameters() if parameter not in shared}
     precision = MixedPrecisionPolicy(
@@ -94,6 +92,7 @@ def shard_policy(policy: DiffusionPolicy, mesh: DeviceMesh, *, grad_sync: Gradie
     name = re.escape(f"FSDP{type(policy).__name__}") + "|" + re.escape(type(policy).__name__)
     warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \(({name})\)")
     for block in blocks:
+        block.register_forward_hook(_own_outputs)  # before FSDP2's own
         fully_shard(block, mesh=mesh, mp_policy=precision, ignored_params=whole)
     root = fully_shard(policy, mesh=mesh, mp_policy=precision, ignored_params=whole)
     _note_no_inference(root)
@@ -101,6 +100,17 @@ def shard_policy(policy: DiffusionPolicy, mesh: DeviceMesh, *, grad_sync: Gradie
     if grad_sync == "micro_batch" and hasattr(root, "set_reduce_scatter_unused_params"):
         # Where a parameter is used on some ranks only, all must send something; older versions cannot do that.
         root.set_reduce_scatter_unused_params(True)
+
+
+def _own_outputs(block: nn.Module, args: Any, outputs: Any) -> Any:
+    """Copy what a block gives as views of other tensors.
+
+    The backward gathers the block's parameters when it comes to the block's outputs. A policy that goes on to change a
+    view in place would take it around them.
+    """
+    if not torch.is_grad_enabled():
+        return outputs
+    return tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor._is_view() else tensor, outputs)
 
 
 def _note_no_inference(root: FSDPModule) -> None:
@@ -127,9 +137,35 @@ def _note_no_inference(root: FSDPModule) -> None:
     root.register_forward_hook(take_back)
 
 
+def _check_blocks(policy: DiffusionPolicy, blocks: Sequence[nn.Module]) -> None:
+    """Find blocks that FSDP2 cannot share among ranks."""
+    name = f"`{type(policy).__name__}.blocks`"
+    if not blocks:
+        raise ValueError(
+            f"ranks share the blocks of a policy, but {name} gives none: define it to give the repeated modules, or "
+            "leave `sharding` at none and `devices_per_generator` at 1."
+        )
+    for block in blocks:
+        if block is policy:
+            raise ValueError(f"ranks share the blocks of a policy, but {name} gives the policy itself.")
+        if isinstance(block, (nn.ModuleList, nn.ModuleDict)):
+            raise ValueError(
+                f"ranks share the blocks of a policy, but {name} gives a {type(block).__name__} of modules: give these."
+            )
+
+
 def _check_shared(policy: DiffusionPolicy, blocks: Sequence[nn.Module], shared: set[nn.Parameter]) -> None:
     """Find what FSDP2 cannot share among ranks, or would compute with wrongly."""
     inside = {id(module) for block in blocks for module in block.modules()}
+    owners: dict[nn.Parameter, nn.Module] = {}
+    for block in blocks:
+        for entry in block.parameters():
+            owner = owners.setdefault(entry, block)
+            if entry in shared and owner not in block.modules():  # else it is a block inside of this one
+                raise ValueError(
+                    f"two blocks of `{type(policy).__name__}` have a parameter of shape {list(entry.shape)} in common, "
+                    "and so cannot be sharded: give them parameters of their own, or leave one out of `blocks`."
+                )
     for path, module in policy.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if id(module) not in inside and parameter in shared:

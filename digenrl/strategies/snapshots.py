@@ -10,6 +10,7 @@ from typing import Any, Literal
 from digenrl.engines import Engine, ObjectRef, Task
 from digenrl.scheduling import MicroBatch
 from digenrl.strategies.workers import TimestepBatchSize
+from digenrl.types import PromptBatch
 
 
 def snapshot_interval(snapshot: str) -> int | None:
@@ -43,15 +44,28 @@ def check_restarts(*, engine: str, max_restarts: int, snapshot: str) -> None:
 
 
 @dataclass(frozen=True)
+class MadeSlice:
+    """A slice's samples, and what they were made of."""
+
+    prompts: PromptBatch
+    trajectories: tuple[ObjectRef, ...]
+
+
+@dataclass(frozen=True)
 class UpdateCall:
     """What all trainers are asked to do with a micro-batch."""
 
     micro_batch: MicroBatch
-    trajectories: tuple[ObjectRef, ...]
+    slices: tuple[MadeSlice, ...]
     rewards: Sequence[Any]
     advantages: Sequence[Any]
     num_rows: int
     keeps_parts_apart: bool
+
+    @property
+    def trajectories(self) -> list[ObjectRef]:
+        """Of all slices."""
+        return [ref for part in self.slices for ref in part.trajectories]
 
     def submit(self, engine: Engine, trainer: str, timestep_batch_size: TimestepBatchSize) -> Task:
         """Queue it on one of them; the result is an `UpdateReport`."""

@@ -12,7 +12,7 @@ from digenrl.engines import ObjectRef
 from digenrl.metrics import MetricAccumulator, MetricValue
 from digenrl.module import advantages_of_kept
 from digenrl.scheduling import FinishStep, MicroBatch, Slice
-from digenrl.strategies.snapshots import UpdateCall
+from digenrl.strategies.snapshots import MadeSlice, UpdateCall
 from digenrl.strategies.workers import Span
 from digenrl.types import PromptBatch
 
@@ -120,7 +120,7 @@ class StepBook:
         rows = slice(micro_batch.start, micro_batch.stop)
         return UpdateCall(
             micro_batch,
-            tuple(ref for part in micro_batch.slices for ref in self.trajectories[part]),
+            tuple(MadeSlice(self.prompts_of(part), self.trajectories[part]) for part in micro_batch.slices),
             self.rewards[rows].tolist(),
             self.advantages[rows].tolist(),
             num_rows=self.plan.num_rows,

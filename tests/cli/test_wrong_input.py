@@ -35,7 +35,7 @@ OPTIONS = [
     # wrong types
     ("--trainer.max_steps abc", "`--trainer.max_steps` must be a whole number, got 'abc'."),
     ("--model.lr fast", "`--model.lr` must be a number, got 'fast'."),
-    ("--trainer.strategy.engine lokel", "`--trainer.strategy.engine` must be `local` or `inline`, got 'lokel'."),
+    ("--trainer.strategy.engine lokel", "`--trainer.strategy.engine` must be one of `auto`, `local`, `ray`, `inline`, got 'lokel'."),
     ("--seed_everything x", "`--seed_everything` must be true or false or a whole number, got 'x'."),
     ("--trainer.max_steps null", "`--trainer.max_steps` must be a whole number, got 'null'."),
     # values that constructors refuse

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from digenrl import PromptBatch
 from digenrl.algorithms import FlowGRPO
 from digenrl.engines import WorkerTimeout
+from tests.toy import ToyCondition, ToyPolicy
 
 
 class Bright:
@@ -87,3 +89,10 @@ class StateOfABusyTrainer(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         raise WorkerTimeout("worker trainer-0 is still at task `update`.")
+
+
+class ImpatientPolicy(ToyPolicy):
+    """Encodes no prompt without its real weights."""
+
+    def encode(self, prompts: Sequence[str]) -> ToyCondition:
+        raise RuntimeError("no")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
 from digenrl.diffusion import (
     compress_sigmas,
@@ -15,6 +15,7 @@ from digenrl.diffusion import (
     dpm_sigmas,
     dynamic_shift_sigmas,
     flow_match_sigmas,
+    unipc_sigmas,
 )
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "schedules.npz")
@@ -91,6 +92,16 @@ def test_dpm_sigmas_equal_diffusers_scheduler(num_steps, shift):
     actual = dpm_sigmas(num_steps, shift=shift)
     assert actual.dtype == torch.float32
     torch.testing.assert_close(actual, scheduler.sigmas, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 20])
+@pytest.mark.parametrize("shift", [1.0, 5.0])
+def test_unipc_sigmas_equal_diffusers_scheduler(num_steps, shift):
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
+    scheduler.set_timesteps(num_steps)
+    actual = unipc_sigmas(num_steps, shift=shift)
+    assert actual[0] == 1
+    torch.testing.assert_close(actual, scheduler.sigmas, atol=1.1e-6, rtol=0)  # it begins 1e-6 below 1
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])

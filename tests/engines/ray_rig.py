@@ -48,6 +48,14 @@ class Rig(Bench):
     def read_remembered(self) -> Any:
         return self.store.get(self.ref)
 
+    def keep_here(self, value: Any) -> ObjectRef:
+        self.ref = self.store.put(value)
+        return self.ref
+
+    def free_what_is_here(self) -> None:
+        self.store.put(torch.zeros(1))
+        self.store.free([self.ref])
+
     def let_go(self) -> None:
         self.held = None
 

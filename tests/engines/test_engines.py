@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -30,6 +32,7 @@ from digenrl.engines import (
     WorkerDied,
     WorkerTimeout,
 )
+from digenrl.engines.fork_server import ForkServer
 from tests.leftovers import left_in_shared_memory, names_in_shared_memory
 
 ROOT = Path(__file__).parents[2]
@@ -630,3 +633,13 @@ def is_running(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # a container may have nobody to reap it
     except psutil.NoSuchProcess:
         return False
+
+
+def test_an_answer_that_ctrl_c_kept_from_its_reader_is_not_taken_for_the_next_one() -> None:
+    server = ForkServer()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        server._socket, server._num_requests = ours, 1
+        theirs.send(pickle.dumps((1, "a process id")))
+        theirs.send(pickle.dumps((2, "an exit code")))
+        assert server._request(("reap", 0), []) == "an exit code"

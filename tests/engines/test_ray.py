@@ -152,6 +152,14 @@ def test_a_task_reads_and_frees_what_it_has_put_itself(engine: RayEngine) -> Non
     assert torch.equal(engine.call("a", "keep_and_read", torch.arange(4)), torch.arange(4))
 
 
+def test_a_worker_frees_what_a_task_before_has_put(engine: RayEngine) -> None:
+    ref = engine.call("a", "keep_here", torch.arange(4))
+    assert torch.equal(engine.call("b", "read", ref), torch.arange(4))
+    engine.call("a", "free_what_is_here")
+    with pytest.raises(ObjectLost, match="worker a"):
+        engine.call("b", "read", ref)
+
+
 def test_a_reference_may_go_through_workers(engine: RayEngine) -> None:
     ref = engine.call("b", "pass_on", engine.call("a", "keep", torch.arange(3)))
     assert ref.worker == "a"
@@ -272,6 +280,15 @@ def test_an_address_at_which_nobody_answers_is_named() -> None:
         check_address("127.0.0.1:9")
     with pytest.raises(ValueError, match=r"`ray_address` ray://head:10001 is that of Ray Client"):
         check_address("ray://head:10001")
+
+
+def test_the_address_of_another_cluster_is_refused_where_there_is_a_connection(engine: RayEngine) -> None:
+    connected = ray.get_runtime_context().gcs_address
+    RayEngine(60.0, address=connected).shutdown()
+    RayEngine(60.0, address="auto").shutdown()
+    with pytest.raises(ValueError, match=f"`ray_address` is 10.0.0.9:6379, .* connected to Ray at {connected} already"):
+        RayEngine(60.0, address="10.0.0.9:6379")
+    assert engine.call("a", "add", 1, 1) == 2
 
 
 def test_ray_is_imported_only_by_its_engine_and_says_how_to_install_it() -> None:

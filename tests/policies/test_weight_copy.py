@@ -125,3 +125,26 @@ def test_an_average_of_weights_in_half_precision_moves() -> None:
     level = condition.level.to(torch.bfloat16)  # type: ignore[attr-defined]
     velocity = copy(latents.to(torch.bfloat16), sigma.to(torch.bfloat16), ToyCondition(level))
     assert velocity.dtype == torch.bfloat16
+
+
+class RepeatedToy(ToyPolicy):
+    """One block under two names, and a weight that two modules have."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks_ = torch.nn.ModuleList([self.blocks_[0], self.blocks_[0], self.blocks_[1]])
+        self.blocks_[2].weight = self.blocks_[0].weight
+
+
+def test_a_copy_of_tied_parameters_computes_with_its_own_and_leaves_the_policy_its() -> None:
+    policy = RepeatedToy()
+    policy.build()
+    before = dict(policy.named_parameters())
+    copy = WeightCopy(policy, NoUpdates())
+    inputs = torch.randn(3, 2, 4), torch.rand(3), policy.encode(["low", "top", "high"])
+    expected = policy(*inputs)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(1.0 if parameter.requires_grad else 0.0)
+    assert torch.equal(copy(*inputs), expected)
+    assert dict(policy.named_parameters()) == before, "the very same parameters"

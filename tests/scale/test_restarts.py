@@ -28,6 +28,8 @@ def other(method: str, **settings: Any) -> Death:
 
 
 PLACES: dict[str, list[Death]] = {
+    "generator in the parity check": [other("make_parity_sample")],
+    "trainer in the parity check": [trainer("check_parity", rank=1)],
     "generator in a trajectory": [other("velocity", call=8)],
     "generator loading weights": [other("load_weights", call=3)],
     "generator in its own restart": [other("velocity", call=8), other("weights_holding", follows=True)],

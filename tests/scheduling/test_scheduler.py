@@ -27,6 +27,7 @@ from digenrl.scheduling import (
     MicroBatch,
     Paused,
     Resumed,
+    SamplesLost,
     Scheduler,
     SchedulingPolicy,
     Score,
@@ -85,6 +86,8 @@ class Job:
     is_deaf: bool
     """Whether the driver hears nothing while the optimizer steps."""
     losses: tuple[Loss, ...]
+    lost_scores: frozenset[int] = frozenset()
+    """Which of all tasks of scoring fail, as the samples are gone with their host."""
 
     @property
     def generators(self) -> list[str]:
@@ -146,8 +149,9 @@ JOBS = st.builds(
     is_last_step_dropped=st.booleans(),
     is_deaf=st.booleans(),
     losses=st.lists(LOSSES, max_size=4).map(tuple),
+    lost_scores=st.frozensets(st.integers(0, 30), max_size=4),
 )
-CALM_JOBS = JOBS.map(lambda job: replace(job, losses=()))
+CALM_JOBS = JOBS.map(lambda job: replace(job, losses=(), lost_scores=frozenset()))
 
 
 def random_seconds(seed: int) -> Seconds:
@@ -183,6 +187,7 @@ class Simulation:
         self._order = itertools.count()
         self._alive = [*job.generators, *job.reward_workers]
         self._num_replacements = 0
+        self._num_scores = 0
         self._is_switched = False
         self._finished: set[int] = set()
         for loss in job.losses:
@@ -268,7 +273,10 @@ class Simulation:
             case Generate(part, worker):
                 self._end_after("generate", worker, len(part), Generated(part, worker))
             case Score(part, worker):
-                self._end_after("score", worker, len(part), Scored(part, worker))
+                is_lost = self._num_scores in self._job.lost_scores
+                self._num_scores += 1
+                event = SamplesLost(part, worker) if is_lost else Scored(part, worker)
+                self._end_after("score", worker, len(part), event)
             case LoadWeights(worker, version):
                 self._end_after("load", worker, 1, WeightsLoaded(worker, version))
             case Assist(micro_batch):
@@ -362,6 +370,10 @@ class Ledger:
             case Scored(part, worker):
                 assert self.doing.pop(worker) == Score(part, worker)
                 self._enter_score(part)
+            case SamplesLost(part, worker):
+                assert self.doing.pop(worker) == Score(part, worker)
+                self.version.pop(part, None)  # trainers may have made it
+                self.unmade.add(part)
             case Assisted(micro_batch):
                 assert self.doing.pop(TRAINERS) == Assist(micro_batch)
                 if self._trainers_score:
@@ -1120,6 +1132,31 @@ def test_a_lost_maker_does_not_take_its_samples_from_the_reward_worker() -> None
     assert scheduler.observe(Generated(part, "a"), 1.0) == [Score(part, "judge")]
     assert scheduler.observe(WorkerLost("a"), 2.0) == []
     assert scheduler.observe(Scored(part, "judge"), 4.0) == [Update(only)]
+
+
+def test_samples_that_are_lost_before_they_are_scored_are_made_again_in_their_place() -> None:
+    first, second = step = cut(0, 2)
+    (a,), (b,) = first.slices, second.slices
+    scheduler = Scheduler(["gen"], reward_workers=["judge"])
+    scheduler.observe(StepAdded(step, 0), 0.0)
+    scheduler.observe(StepStarted(0), 0.0)
+    assert scheduler.observe(Generated(a, "gen"), 1.0) == [Score(a, "judge"), Generate(b, "gen")]
+    assert scheduler.observe(SamplesLost(a, "judge"), 2.0) == []
+    assert scheduler.observe(Generated(b, "gen"), 3.0) == [Score(b, "judge"), Generate(a, "gen")]
+    assert scheduler.observe(Scored(b, "judge"), 4.0) == [Update(second)]
+    assert scheduler.observe(Generated(a, "gen"), 5.0) == [Score(a, "judge")]
+    assert scheduler.observe(Updated(second), 6.0) == []
+    assert scheduler.observe(Scored(a, "judge"), 7.0) == [Update(first)]
+    assert scheduler.observe(Updated(first), 8.0) == [FinishStep(0, num_stale_samples=0, num_assisted=0)]
+
+
+def test_samples_lost_by_the_generator_that_scores_them_are_made_again() -> None:
+    (only,) = step = cut(0, 1)
+    (part,) = only.slices
+    scheduler = Scheduler(["gen"])
+    scheduler.observe(StepAdded(step, 0), 0.0)
+    assert scheduler.observe(Generated(part, "gen"), 1.0) == [Score(part, "gen")]
+    assert scheduler.observe(SamplesLost(part, "gen"), 2.0) == [Generate(part, "gen")]
 
 
 def test_generators_do_not_score_while_the_last_reward_worker_is_started_again() -> None:

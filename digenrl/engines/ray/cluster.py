@@ -18,6 +18,7 @@ import ray
 log = logging.getLogger(__name__)
 
 _ANSWER_S = 5.0  # in which somebody must answer at an address; Ray itself tries for two minutes
+_HOST_AND_PORT = r"(.+):(\d+)"
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in the driver of a submitted job
 
 NOT_SHIPPED = [
@@ -54,6 +55,8 @@ class Cluster:
             raise ValueError(
                 "`ray_runtime_env` was given, but this process is connected to Ray already: give it to that `ray.init`."
             )
+        else:
+            check_connection(address)
         Cluster._num_open += 1
         self._is_open = True
         self.is_one_host = is_one_host()
@@ -68,6 +71,21 @@ class Cluster:
             Cluster._is_ours = False
             if ray.is_initialized():  # it ends itself at exit
                 ray.shutdown()
+
+
+def check_connection(address: str | None) -> None:
+    """Check that an address is the one to which this process is connected.
+
+    Raises:
+        ValueError: it is that of another cluster.
+    """
+    connected: str = ray.get_runtime_context().gcs_address
+    match = re.fullmatch(_HOST_AND_PORT, address or "")
+    if match is None or address == connected:
+        return
+    host, port = connected.rsplit(":", 1)
+    if match[2] != port or socket.gethostbyname(match[1]) not in (socket.gethostbyname(host), "127.0.0.1"):
+        raise ValueError(f"`ray_address` is {address}, but this process is connected to Ray at {connected} already.")
 
 
 def connect(address: str, runtime_env: Mapping[str, Any] | None) -> None:
@@ -90,7 +108,7 @@ def check_address(address: str) -> None:
             f"`ray_address` {address} is that of Ray Client, whose driver is outside of the cluster: run on the "
             "cluster, with `ray job submit` for example."
         )
-    match = re.fullmatch(r"(.+):(\d+)", address)
+    match = re.fullmatch(_HOST_AND_PORT, address)
     if match is None:
         return
     try:

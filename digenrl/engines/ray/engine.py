@@ -33,7 +33,7 @@ from digenrl.engines.engine import (
 from digenrl.engines.fork_server import PRELOAD
 from digenrl.engines.ray.cluster import Cluster
 from digenrl.engines.ray.logs import RunLogs
-from digenrl.engines.ray.objects import DriverStore
+from digenrl.engines.ray.objects import DriverStore, Serial, Source
 from digenrl.engines.ray.placement import Placement
 from digenrl.engines.ray.surroundings import environment, import_path
 from digenrl.engines.ray.worker import Machine, Whereabouts, ask_for_stacks, read_log
@@ -44,6 +44,7 @@ _HOST_S = 20.0  # what another host gets to answer about a worker that does not
 _DEATH_S = 1.0  # in which the death that explains a lost object is heard of
 _NUM_PINGS = 5
 _PLACEMENT_S = 300.0
+_LOST = "was lost with its host"
 
 
 @dataclass
@@ -54,8 +55,8 @@ class _Call:
     reply: ray.ObjectRef[Any]
     objects: ray.ObjectRef[Any]
     """What the task puts."""
-    sources: Mapping[int, tuple[str, ray.ObjectRef[Any]]]
-    """What it reads, and who has made that."""
+    sources: Mapping[Serial, Source]
+    """What it reads."""
     arguments: Any
     """Keeps the references to that, which may come back."""
 
@@ -122,6 +123,8 @@ class RayEngine(Engine):
         self._workers: dict[str, _Worker] = {}
         self._causes: dict[str, str] = {}
         self._log_positions: dict[str, int] = {}
+        self._copies: dict[ray.ObjectRef[Any], tuple[Task, ObjectRef]] = {}  # on their way
+        self._misses_hosts = False  # since the start
         self.store = DriverStore(task_timeout_s)
 
     def reserve(self, workers: Mapping[str, Requirements]) -> None:
@@ -135,7 +138,19 @@ class RayEngine(Engine):
             self._launched[worker] = self._launch(worker, PRELOAD)
 
     def start(self, worker: str, factory: WorkerFactory, *, env: Mapping[str, str] | None = None) -> None:
-        """Let a process make its object; an error of the factory is raised here."""
+        """Let a process make its object; an error of the factory is raised here.
+
+        Ray may learn of a host's loss from a worker that was to start there; it is started on another one then.
+        """
+        while True:
+            try:
+                self._start(worker, factory, env or {})
+                return
+            except WorkerDied:
+                if self._causes[worker] != _LOST:
+                    raise
+
+    def _start(self, worker: str, factory: WorkerFactory, env: Mapping[str, str]) -> None:
         assert worker not in self._workers, f"worker {worker} runs already"
         one_host = self._cluster.is_one_host
         actor = self._launched.pop(worker) if worker in self._launched else self._launch(worker, ())
@@ -148,7 +163,7 @@ class RayEngine(Engine):
                 "__start__",
                 cloudpickle.dumps(factory),
                 environment(one_host=one_host),
-                env or {},
+                env,
                 one_host=one_host,
                 kept=self._set_by_ray(worker),
             )
@@ -167,14 +182,14 @@ class RayEngine(Engine):
             return task
         arguments, sources = self.store.dump((args, kwargs))
         # What a worker has made itself is on its host, and need not be there: it may be about to be freed.
-        own = [serial for serial, (maker, _) in sources.items() if maker == worker]
+        own = [serial for serial, source in sources.items() if source.maker == worker]
         others = [serial for serial in sources if serial not in own]
         reply, objects = state.actor.run.remote(
             method,
             arguments,
             (*own, *others),
-            [sources[serial][1] for serial in own] or None,
-            *(sources[serial][1] for serial in others),
+            [sources[serial].ref for serial in own] or None,
+            *(sources[serial].ref for serial in others),
         )
         state.calls.append(_Call(task, reply, objects, sources, (args, kwargs)))
         return task
@@ -208,7 +223,7 @@ class RayEngine(Engine):
                 self.kill(worker)
             for actor in self._launched.values():
                 ray.kill(actor)
-        self._workers, self._launched = {}, {}
+        self._workers, self._launched, self._copies = {}, {}, {}
         self._placement.release()
         self._cluster.close()
 
@@ -232,6 +247,22 @@ class RayEngine(Engine):
     def adopt(self, ref: ObjectRef) -> ObjectRef:
         """Give another name to an object: the driver owns it already; it is lost only with the host that keeps it."""
         return self.store.adopt(ref)
+
+    def lost(self, refs: Sequence[ObjectRef]) -> list[ObjectRef]:
+        """Name those that no host has any more; nobody is asked while all hosts live."""
+        return self.store.lost(refs) if self._misses_hosts else []
+
+    def copy(self, ref: ObjectRef) -> Task | None:
+        """Copy an object on the host with the most memory among those that do not have it."""
+        node = self.store.another_node(ref)
+        if node is None:
+            return None
+        task = Task("driver", "copy", self.task_timeout_s)
+        placed = NodeAffinitySchedulingStrategy(node, soft=False)
+        # A function that travels by value, so that the process that runs it imports nothing.
+        give_back = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=placed)(lambda encoded: encoded)
+        self._copies[give_back.remote(ref.address[0].ref)] = task, ref
+        return task
 
     # ---- actors --------------------------------------------------------------------------------------------
 
@@ -273,6 +304,7 @@ class RayEngine(Engine):
     def _receive(self, timeout_s: float) -> None:
         """Take what workers have done; a worker's first unfinished task is the only one that can be."""
         heads = {state.calls[0].reply: worker for worker, state in self._workers.items() if state.calls}
+        heads.update(dict.fromkeys(self._copies, ""))
         if not heads:
             time.sleep(timeout_s)
             return
@@ -280,8 +312,16 @@ class RayEngine(Engine):
         if ready and len(heads) > 1:
             ready, _ = ray.wait(list(heads), num_returns=len(heads), timeout=0, fetch_local=False)
         for reply in ready:
-            if heads[reply] in self._workers:  # not buried for another's sake just now
+            if reply in self._copies:
+                self._take_copy(reply)
+            elif heads[reply] in self._workers:  # not buried for another's sake just now
                 self._take(heads[reply])
+
+    def _take_copy(self, copy: ray.ObjectRef[Any]) -> None:
+        task, ref = self._copies.pop(copy)
+        kept = ObjectRef("driver", (self.store.keep(copy, "driver", [ref.address[1]]), ref.address[1]), ref.num_bytes)
+        self._misses_hosts |= bool(lost := self.store.lost([kept]))
+        task.finish(None if lost else kept)
 
     def _take(self, worker: str) -> None:
         """Take a result, or bury a worker that has died and has left none."""
@@ -298,9 +338,9 @@ class RayEngine(Engine):
             return
         state.calls.popleft()
         self.bytes_received += len(message)
-        payload, num_made, freed, text, self._log_positions[worker] = pickle.loads(message)
+        payload, num_made, serial, freed, text, self._log_positions[worker] = pickle.loads(message)
         self._logs.add(worker, text)
-        kept = self.store.keep(call.objects, worker, range(num_made)) if num_made else None
+        kept = self.store.keep(call.objects, worker, range(num_made), serial) if num_made else None
         self.store.free_by_name(freed)
         value, failure = self.store.load(payload, kept)
         if failure is None:
@@ -336,9 +376,11 @@ class RayEngine(Engine):
         """Say why Ray did not run a task: most likely an object that it was to read is gone."""
         cause = getattr(error, "cause", error)
         lost = getattr(cause, "object_ref_hex", None)
-        for maker, ref in call.sources.values():
-            if ref.hex() == lost:
-                return self._why_lost(call.task, ObjectLost(maker))
+        for source in call.sources.values():
+            if source.ref.hex() == lost:
+                self._misses_hosts = True
+                self.store.note_missed(source.ref)
+                return self._why_lost(call.task, ObjectLost(source.keeper))
         problem = WorkerError(f"{call.task} did not run: {str(error).strip().splitlines()[0]}")
         problem.__cause__ = error
         return problem
@@ -347,6 +389,7 @@ class RayEngine(Engine):
         state = self._workers.pop(worker)
         ray.kill(state.actor)
         self._causes[worker] = cause
+        self._misses_hosts |= cause == _LOST
         if state.where is not None:
             self._add_log(worker, state.where)
         self._logs.end(worker)
@@ -401,7 +444,7 @@ def _cause_of_death(error: ray.exceptions.RayActorError) -> str:
     if getattr(error, "_actor_init_failed", False):
         return f"could not start: {text.splitlines()[-1].strip()}"
     if "node" in text.lower() and ("node has died" in text.lower() or "node died" in text.lower()):
-        return "was lost with its host"
+        return _LOST
     if "ray.kill" in text:
         return "was killed"
     return "died, as its process ended"

@@ -9,9 +9,11 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
+import uuid
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import cloudpickle
@@ -22,6 +24,10 @@ from digenrl.engines.engine import ObjectLost, ObjectRef, ObjectStore, WorkerTim
 from digenrl.engines.shared_memory import dump_parts
 
 _INLINE_BYTES = 100 * 1024  # Ray sends smaller results to the owner, the driver, instead of to the store
+_PADDING = np.zeros(_INLINE_BYTES, np.uint8)
+
+Serial = tuple[str, int]
+"""Names what one task has put: who names it, and a number."""
 
 Encoded = tuple[bytes, list[Any]]
 """An object's pickle, and the bytes of its tensors, which Ray's store gives without a copy."""
@@ -46,7 +52,7 @@ def decode(encoded: Encoded) -> Any:
 class Kept:
     """The driver's hold on what one task put: Ray keeps it until each object of it was freed, or this is gone."""
 
-    def __init__(self, serial: int, ref: ray.ObjectRef[Any], maker: str, indices: Iterable[int]) -> None:
+    def __init__(self, serial: Serial, ref: ray.ObjectRef[Any], maker: str, indices: Iterable[int]) -> None:
         self.serial = serial
         self.ref: ray.ObjectRef[Any] | None = ref
         self.maker = maker
@@ -59,13 +65,23 @@ class Kept:
             self.ref = None
 
 
+class Source(NamedTuple):
+    """Where an object that a task may read comes from."""
+
+    maker: str
+    keeper: str
+    """The maker, or the driver where it has adopted the object."""
+    ref: ray.ObjectRef[Any]
+
+
 class DriverStore(ObjectStore):
     """The driver's side: it owns all objects and reads the few that are meant for it."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._serials = itertools.count()
-        self._kept: WeakValueDictionary[int, Kept] = WeakValueDictionary()
+        self._numbers = itertools.count()
+        self._missed: set[ray.ObjectRef[Any]] = set()
+        self._kept: WeakValueDictionary[Serial, Kept] = WeakValueDictionary()
 
     def put(self, value: Any) -> ObjectRef:
         """Copy `value` to the store of this host."""
@@ -97,20 +113,46 @@ class DriverStore(ObjectStore):
             raise ObjectLost(ref.worker)
         return ObjectRef("driver", (self.keep(kept.ref, kept.maker, [index]), index), ref.num_bytes)
 
-    def keep(self, ref: ray.ObjectRef[Any], maker: str, indices: Iterable[int]) -> Kept:
-        """Hold what a task has put."""
-        kept = Kept(next(self._serials), ref, maker, indices)
+    def lost(self, refs: Sequence[ObjectRef]) -> list[ObjectRef]:
+        """Name those of some objects that no host has any more, or that were freed."""
+        live = [ref for ref in refs if ref.address[0].ref is not None and ref.address[0].ref not in self._missed]
+        places = ray.experimental.get_object_locations([ref.address[0].ref for ref in live]) if live else {}
+        hosts = {node["NodeID"] for node in ray.nodes() if node["Alive"]}  # Ray may name those that are gone, too
+        here = {
+            ref
+            for ref in live
+            if not hosts.isdisjoint((place := places[ref.address[0].ref])["node_ids"]) or place["did_spill"]
+        }
+        return [ref for ref in refs if ref not in here]
+
+    def note_missed(self, ref: ray.ObjectRef[Any]) -> None:
+        """Note that Ray could not find an object, whatever it says of it."""
+        self._missed.add(ref)
+
+    def another_node(self, ref: ObjectRef) -> str | None:
+        """Name the node with the most room for objects among those that do not have this one."""
+        has_it = ray.experimental.get_object_locations([ref.address[0].ref])[ref.address[0].ref]["node_ids"]
+        rooms = {
+            node["NodeID"]: node["Resources"].get("object_store_memory", 0.0)
+            for node in ray.nodes()
+            if node["Alive"] and node["NodeID"] not in has_it
+        }
+        return max(rooms, key=lambda node: rooms[node], default=None)
+
+    def keep(self, ref: ray.ObjectRef[Any], maker: str, indices: Iterable[int], serial: Serial | None = None) -> Kept:
+        """Hold what a task has put, under the name that its maker has given it, or one of the driver's."""
+        kept = Kept(serial or ("driver", next(self._numbers)), ref, maker, indices)
         self._kept[kept.serial] = kept
         return kept
 
-    def free_by_name(self, names: Sequence[tuple[int, int]]) -> None:
-        """Let go of what workers say that they freed, by serial number and index."""
+    def free_by_name(self, names: Sequence[tuple[Serial, int]]) -> None:
+        """Let go of what workers say that they freed, by serial and index."""
         for serial, index in names:
             if serial in self._kept:
                 self._kept[serial].free(index)
 
-    def dump(self, arguments: Any) -> tuple[bytes, dict[int, tuple[str, ray.ObjectRef[Any]]]]:
-        """Pickle a task's arguments; returns the makers and Ray references of the objects in them, by serial number."""
+    def dump(self, arguments: Any) -> tuple[bytes, dict[Serial, Source]]:
+        """Pickle a task's arguments; returns where the objects in them come from, by serial."""
         with io.BytesIO() as file:
             pickler = _ArgumentsPickler(file)
             pickler.dump(arguments)
@@ -124,19 +166,19 @@ class DriverStore(ObjectStore):
 class _ArgumentsPickler(cloudpickle.CloudPickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.sources: dict[int, tuple[str, ray.ObjectRef[Any]]] = {}
+        self.sources: dict[Serial, Source] = {}
 
     def persistent_id(self, obj: Any) -> Any:
         if type(obj) is not ObjectRef:
             return None
         kept, index = obj.address
         if kept.ref is not None:
-            self.sources[kept.serial] = (kept.maker, kept.ref)
-        return kept.serial, index, obj.worker, kept.maker, obj.num_bytes
+            self.sources[kept.serial] = Source(kept.maker, obj.worker, kept.ref)
+        return kept.serial, index, obj.worker, obj.num_bytes
 
 
 class _ReplyUnpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, made: Kept | None, kept: WeakValueDictionary[int, Kept]) -> None:
+    def __init__(self, file: io.BytesIO, made: Kept | None, kept: WeakValueDictionary[Serial, Kept]) -> None:
         super().__init__(file)
         self._made, self._kept = made, kept
 
@@ -148,24 +190,32 @@ class _ReplyUnpickler(pickle.Unpickler):
         return ObjectRef(worker, (kept, index), num_bytes)
 
 
+@dataclass(frozen=True)
+class Put:
+    """In a worker: the place of an object that it has put itself."""
+
+    serial: Serial
+    index: int
+
+
 class Arrived:
     """In a worker: where an object that came with a task's arguments is read."""
 
-    def __init__(self, serial: int, index: int, maker: str, source: Any) -> None:
+    def __init__(self, serial: Serial, index: int, keeper: str, source: Any) -> None:
         self.serial, self.index = serial, index
-        self._maker = maker
+        self._keeper = keeper
         self._source = source
         """What the maker's task put, or Ray's reference to it, or None if it was freed."""
 
     def read(self) -> Any:
         """Read the object."""
         if self._source is None:
-            raise ObjectLost(self._maker)
+            raise ObjectLost(self._keeper)
         if isinstance(self._source, ray.ObjectRef):
             try:
                 self._source = ray.get(self._source)
             except ray.exceptions.ObjectLostError as error:
-                raise ObjectLost(self._maker) from error
+                raise ObjectLost(self._keeper) from error
         return decode(self._source[self.index])
 
 
@@ -174,69 +224,80 @@ class WorkerStore(ObjectStore):
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
+        self._name = uuid.uuid4().hex  # another process may have had this worker's
+        self._num_tasks = 0
         self._made: list[Encoded | None] = []
         self._num_bytes = 0
-        self._freed: list[tuple[int, int]] = []
+        self._freed: list[tuple[Serial, int]] = []
 
     def put(self, value: Any) -> ObjectRef:
         """Keep `value`; its tensors are written out when the task ends, and must be left alone until then."""
         encoded, num_bytes = encode(value)
         self._made.append(encoded)
         self._num_bytes += num_bytes
-        return ObjectRef(self._worker, len(self._made) - 1, num_bytes)
+        return ObjectRef(self._worker, Put(self._serial, len(self._made) - 1), num_bytes)
+
+    @property
+    def _serial(self) -> Serial:
+        """Of the task that is running."""
+        return self._name, self._num_tasks
 
     def get(self, ref: ObjectRef) -> Any:
         """Read an object: one of the task's arguments, or one that this task has put."""
         if isinstance(ref.address, Arrived):
             return ref.address.read()
-        encoded = self._made[ref.address] if ref.address < len(self._made) else None
+        encoded = self._made[ref.address.index] if ref.address.serial == self._serial else None
         if encoded is None:
             raise ObjectLost(ref.worker)
         return decode(encoded)
 
     def free(self, refs: Sequence[ObjectRef]) -> None:
-        """Let go of objects; those that came from the driver are freed there."""
+        """Let go of objects; those of other tasks are freed by the driver, which owns them."""
         for ref in refs:
-            if isinstance(ref.address, Arrived):
-                self._freed.append((ref.address.serial, ref.address.index))
+            if ref.address.serial == self._serial:
+                self._made[ref.address.index] = None
             else:
-                self._made[ref.address] = None
+                self._freed.append((ref.address.serial, ref.address.index))
 
-    def take(self) -> tuple[tuple[Any, ...], int, tuple[tuple[int, int], ...]]:
-        """Hand over what the task has put, how many objects that are, and the names of the objects that it freed.
+    def take(self) -> tuple[tuple[Any, ...], int, Serial, tuple[tuple[Serial, int], ...]]:
+        """Hand over what the task has put, how many objects that are, their serial, and what of others it has freed.
 
         Few bytes are padded to as many as Ray sends to its store, and not to the driver.
         """
         made, freed = tuple(self._made), tuple(self._freed)
-        padding = (np.zeros(_INLINE_BYTES, np.uint8),) if made and self._num_bytes < _INLINE_BYTES else ()
-        self._made, self._num_bytes, self._freed = [], 0, []
-        return (*made, *padding), len(made), freed
+        padding = (_PADDING,) if made and self._num_bytes < _INLINE_BYTES else ()
+        serial = self._serial
+        self._made, self._num_bytes, self._freed, self._num_tasks = [], 0, [], self._num_tasks + 1
+        return (*made, *padding), len(made), serial, freed
 
-    def load(self, arguments: bytes, sources: dict[int, Any]) -> Any:
-        """Unpickle a task's arguments; `sources` are what their references stand for, by serial number."""
+    def load(self, arguments: bytes, sources: dict[Serial, Any]) -> Any:
+        """Unpickle a task's arguments; `sources` are what their references stand for, by serial."""
         return _ArgumentsUnpickler(io.BytesIO(arguments), sources).load()
 
     def dump(self, reply: Any) -> bytes:
         """Pickle a reply; its references travel by name."""
         with io.BytesIO() as file:
-            _ReplyPickler(file).dump(reply)
+            _ReplyPickler(file, self._serial).dump(reply)
             return file.getvalue()
 
 
 class _ArgumentsUnpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, sources: dict[int, Any]) -> None:
+    def __init__(self, file: io.BytesIO, sources: dict[Serial, Any]) -> None:
         super().__init__(file)
         self._sources = sources
 
     def persistent_load(self, pid: Any) -> ObjectRef:
-        serial, index, worker, maker, num_bytes = pid
-        return ObjectRef(worker, Arrived(serial, index, maker, self._sources.get(serial)), num_bytes)
+        serial, index, worker, num_bytes = pid
+        return ObjectRef(worker, Arrived(serial, index, worker, self._sources.get(serial)), num_bytes)
 
 
 class _ReplyPickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO, own: Serial) -> None:
+        super().__init__(file)
+        self._own = own
+
     def persistent_id(self, obj: Any) -> Any:
         if type(obj) is not ObjectRef:
             return None
-        if isinstance(obj.address, Arrived):
-            return obj.address.serial, obj.address.index, obj.worker, obj.num_bytes
-        return None, obj.address, obj.worker, obj.num_bytes
+        serial = None if obj.address.serial == self._own else obj.address.serial
+        return serial, obj.address.index, obj.worker, obj.num_bytes

@@ -11,11 +11,12 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from digenrl.engines.engine import Requirements, WorkerError
+from digenrl.engines.engine import NoRoom, Requirements
 
 _STRATEGIES = {"trainer": "PACK"}  # close to each other; others are spread, so that a host's loss costs few
 _ANY_HOST = {"CPU": 0.001}  # a bundle must ask for something, and a head that is to do no work has no CPU
 _POLL_S = 0.02
+_MOVE_S = 10.0  # in which Ray moves what a lost host had to one that has room; another host may come for trainers only
 _SYSTEM_RESOURCES = ("node:", "memory", "object_store_memory")
 
 Resources = dict[str, float]
@@ -28,6 +29,8 @@ class _Role:
     group: PlacementGroup
     workers: dict[str, int]
     """Each one's bundle."""
+    is_waited_for: bool
+    """Whether the run cannot go on without one of them."""
 
 
 class Placement:
@@ -44,7 +47,7 @@ class Placement:
 
         Raises:
             ValueError: the cluster does not have it.
-            WorkerError: others use it.
+            NoRoom: others use it.
         """
         new = {worker: needs for worker, needs in workers.items() if worker not in self._requirements}
         units = {role: _units(new, role) for role in dict.fromkeys(needs.role for needs in new.values())}
@@ -55,11 +58,11 @@ class Placement:
             group = placement_group(
                 [{**_ANY_HOST, **bundle} for bundle in of_role], strategy=_STRATEGIES.get(role, "SPREAD")
             )
-            roles.append(_Role(group, {}))
+            roles.append(_Role(group, {}, role == "trainer"))
         self._roles += roles
         self._requirements.update(new)
         for name, placed in zip(bundles, roles, strict=True):
-            self._await(placed.group, f"the {_plural(name)}")
+            self._await(placed.group, f"the {_plural(name)}", self._timeout_s)
             order = _by_node(placed.group, len(bundles[name]))
             for unit, index in zip(units[name], order, strict=True):
                 placed.workers.update(dict.fromkeys(unit, index))
@@ -69,11 +72,12 @@ class Placement:
         """Give the options of an actor that is to run where a worker is placed; waits if its host was lost.
 
         Raises:
-            WorkerError: no other host has room.
+            NoRoom: no other host has room.
         """
         for role in self._roles:
             if worker in role.workers:
-                self._await(role.group, f"worker {worker}")
+                timeout_s = self._timeout_s if role.is_waited_for else min(self._timeout_s, _MOVE_S)
+                self._await(role.group, f"worker {worker}", timeout_s, role.workers[worker])
                 strategy = PlacementGroupSchedulingStrategy(role.group, role.workers[worker])
                 return {"scheduling_strategy": strategy, "num_gpus": self.num_gpus(worker)}
         return {}
@@ -90,16 +94,24 @@ class Placement:
                 remove_placement_group(role.group)
         self._roles, self._requirements = [], {}
 
-    def _await(self, group: PlacementGroup, who: str) -> None:
-        end_s = time.monotonic() + self._timeout_s
-        while (state := placement_group_table(group)["state"]) != "CREATED":
+    def _await(self, group: PlacementGroup, who: str, timeout_s: float, bundle: int | None = None) -> None:
+        """Wait until a bundle of a group, or all of it, is on hosts that live."""
+        end_s = time.monotonic() + timeout_s
+        while not _is_placed(table := placement_group_table(group), bundle):
             if time.monotonic() > end_s:
-                free = _said(ray.available_resources())
-                raise WorkerError(
-                    f"{who} could not be placed on the cluster within {self._timeout_s:g} s ({state.lower()}): "
-                    f"of its resources, {free} are free."
+                raise NoRoom(
+                    f"{who} could not be placed on the cluster within {timeout_s:g} s ({table['state'].lower()}): "
+                    f"of its resources, {_said(ray.available_resources())} are free."
                 )
             time.sleep(_POLL_S)
+
+
+def _is_placed(table: Mapping[str, Any], bundle: int | None) -> bool:
+    """Whether a bundle has a host that lives, or all have; a group may have lost others than this one."""
+    if bundle is None:
+        return bool(table["state"] == "CREATED")
+    node = table["bundles_to_node_id"].get(bundle)
+    return bool(node) and any(entry["Alive"] and entry["NodeID"] == node for entry in ray.nodes())
 
 
 def check_resources(bundles: Mapping[str, Sequence[Resources]], hosts: Sequence[Resources]) -> None:

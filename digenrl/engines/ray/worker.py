@@ -21,7 +21,7 @@ import torch
 
 from digenrl.engines.fork_server import keep_freed_memory
 from digenrl.engines.local_worker import portable_error
-from digenrl.engines.ray.objects import WorkerStore
+from digenrl.engines.ray.objects import Serial, WorkerStore
 from digenrl.engines.ray.surroundings import take_over
 
 _MOST_LOG_BYTES = 1 << 16  # in one reply; the rest comes with the next ones
@@ -68,14 +68,14 @@ class TaskRunner:
         self._target: Any = None
 
     def run(
-        self, method: str, arguments: bytes, serials: Sequence[int], refs: Sequence[Any] | None, *values: Any
+        self, method: str, arguments: bytes, serials: Sequence[Serial], refs: Sequence[Any] | None, *values: Any
     ) -> tuple[bytes, tuple[Any, ...]]:
         """Do a task.
 
         Args:
             method: of the worker's object, or of this one where it begins with two underscores.
             arguments: its pickled arguments.
-            serials: numbers of the objects that these refer to.
+            serials: of the objects that these refer to.
             refs: Ray references of the first of these objects, which are read only if the task reads them.
             *values: what the makers of the other objects put.
 
@@ -93,14 +93,14 @@ class TaskRunner:
         except Exception as error:
             has_failed = True
             payload = self._store.dump((None, portable_error(error)))
-        made, num_made, freed = self._store.take()
+        made, num_made, serial, freed = self._store.take()
         if has_failed:  # nobody would know of it
             made, num_made = (), 0
         sys.stdout.flush()
         sys.stderr.flush()
         most_bytes = _ALL_BYTES if method == "__stop__" else _MOST_LOG_BYTES
         text, self._log_position = read_log(self._log_file, self._log_position, most_bytes)
-        return pickle.dumps((payload, num_made, freed, text, self._log_position)), made
+        return pickle.dumps((payload, num_made, serial, freed, text, self._log_position)), made
 
     def do_start(
         self, factory: bytes, env: Mapping[str, str], extra: Mapping[str, str], *, one_host: bool, kept: Sequence[str]

@@ -88,6 +88,15 @@ class HeldWeights:
                     f"sent as {expected.hex()}."
                 )
 
+    def find_changed(self, sent: bytes) -> str | None:
+        """Name the first tensors that are not what was sent, by the digests of all its chunks; None if all are."""
+        digests = self.send(())
+        for place, index in enumerate(self.held):
+            expected = sent[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+            if digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES] != expected:
+                return self._name(index)
+        return None
+
     @property
     def device(self) -> torch.device:
         """Where the tensors are; the CPU if there are none."""

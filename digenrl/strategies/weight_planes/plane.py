@@ -161,6 +161,14 @@ class WeightPlane(ABC):
         self._loads[version] += tasks
         return tasks
 
+    def compare(self, generator: str) -> list[Task]:
+        """Have a generator's ranks compare what they hold with what was published last.
+
+        Each task's result is a tensor that differs; None if none does.
+        """
+        digests = b"".join(self._digests)
+        return [self._engine.submit(rank, "changed_weights", digests) for rank in self._generators[generator]]
+
     def rejoin(self, *workers: str) -> None:
         """Connect workers that were started again under their names, and that hold weights.
 

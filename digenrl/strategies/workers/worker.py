@@ -14,14 +14,14 @@ from digenrl.strategies.blocks import apply_block_options
 from digenrl.strategies.sharding import check_hosts, make_mesh, shard_policy
 from digenrl.strategies.skeleton import describe
 from digenrl.strategies.workers.generating import Generating
+from digenrl.strategies.workers.parity import Parity
 from digenrl.strategies.workers.reports import BuildReport
 from digenrl.strategies.workers.settings import RankGroup, WorkerSettings
 from digenrl.strategies.workers.snapshot import Snapshots
 from digenrl.strategies.workers.state import State
-from digenrl.strategies.workers.weights import Weights
 
 
-class Worker(Generating, State, Snapshots, Weights):
+class Worker(Generating, State, Snapshots, Parity):
     """One worker's tasks. Generators and trainers run the same class: an assisting trainer generates, too.
 
     Lifecycle: `join_group` where several ranks compute together, `build`, then, for trainers, `configure_optimizer`.
@@ -59,6 +59,7 @@ class Worker(Generating, State, Snapshots, Weights):
 
     def _place_policy(self, policy: DiffusionPolicy) -> None:
         """Bring a policy that was just built into the form in which this worker computes, and read its weights."""
+        policy.eval()  # modules begin in training mode, and nobody calls `train` here
         apply_block_options(policy, self._settings)
         if self._is_sharded:
             sharding = self._settings.sharding if self._trains else "fsdp"

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from digenrl.cli.published_models import PUBLISHED, write_published
+from digenrl.scheduling.profile import Profile
+from digenrl.scheduling.simulate import simulate
+from digenrl.strategies import DisaggregatedStrategy
+from tests.cli.commands import Digenrl
+from tests.toy import ToyPolicy
+
+TOY = ("fit", "--config", "toy.yaml", "--dry_run")
+
+
+def numbers(text: str, name: str) -> list[float]:
+    """The numbers of a table's row."""
+    [line] = [line for line in text.splitlines() if line.startswith(f" {name} ")]
+    return [float(word.replace(",", "")) for word in line.removeprefix(f" {name} ").split() if word[0].isdigit()]
+
+
+def test_nothing_is_started_or_written(digenrl: Digenrl, folder: Path) -> None:
+    result = digenrl(*TOY)
+    assert (result.code, result.err, result.workers) == (0, [], [])
+    assert "FlowGRPO of ToyPolicy: 1 generator + 1 trainer; a dry run, nothing was started" in result.out
+    assert [entry.name for entry in folder.iterdir()] == ["toy.yaml"]
+
+
+def test_parameters_are_those_of_the_built_policy(digenrl: Digenrl) -> None:
+    policy = ToyPolicy()
+    policy.build()
+    counts = [parameter.numel() for parameter in policy.parameters()]
+    trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+    out = digenrl(*TOY).out
+    assert numbers(out, "policy") == [sum(counts), trained]
+    assert numbers(out, "blocks_") == [2 * (32 * 32 + 32)] * 2
+    assert numbers(out, "frozen") == [64, 0]
+
+
+def test_memory_follows_the_settings(digenrl: Digenrl) -> None:
+    words = ("--trainer.strategy.engine", "local", "--trainer.strategy.trainers", "2", "--model.policy.hidden", "1024")
+    whole = digenrl(*TOY, *words).out
+    shared = digenrl(*TOY, *words, "--trainer.strategy.sharding", "fsdp").out
+    parts = digenrl(
+        *TOY, *words, "--trainer.strategy.sharding", "fsdp", "--trainer.strategy.grad_sync", "micro_batch"
+    ).out
+    block_mib = 4 * (1024 * 1024 + 1024) / 1024**2
+    assert numbers(whole, "weights")[1] - numbers(shared, "weights")[1] == pytest.approx(block_mib, abs=0.02)
+    assert numbers(shared, "gathered blocks") == [pytest.approx(2 * block_mib, abs=0.02)]
+    assert numbers(shared, "gradients") == numbers(whole, "gradients")
+    assert numbers(whole, "gradients")[0] - numbers(parts, "gradients")[0] == pytest.approx(block_mib, abs=0.02)
+
+
+def test_plan_says_how_the_step_is_cut(digenrl: Digenrl) -> None:
+    strategy = "--trainer.strategy"
+    words = (f"{strategy}.engine", "local", f"{strategy}.generators", "3", f"{strategy}.trainers", "2")
+    out = digenrl(*TOY, *words, "--model.guidance_scale", "2").out
+    assert "A step: 2 groups of 4 samples in 2 micro-batches of 4." in out
+    assert "made in slices, 1 of 2 and 2 of 1 samples; 3 denoising steps each." in out
+    # Two samples at two of three timesteps, each with and without its prompt.
+    assert "Trained: 2 samples a trainer at 2 timesteps, 2 at a time: 8 rows in a forward and backward" in out
+
+
+def test_auto_takes_what_fits(digenrl: Digenrl) -> None:
+    out = digenrl(*TOY, "--trainer.strategy.timestep_batch_size", "auto").out
+    assert "2 timesteps, 2 at a time (what is estimated to fit)" in out
+
+
+def test_times_are_an_estimate_that_names_its_device(digenrl: Digenrl) -> None:
+    estimate = digenrl(*TOY).out
+    assert "Times are an estimate, from counted operations at 40% of the fp32 peak of a h100, 67 TFLOP/s" in estimate
+    other = digenrl(*TOY, "--dry_run_device", "a100").out
+    seconds = [float(re.findall(r"\(([\d.e-]+) s to make a sample", out)[0]) for out in (estimate, other)]
+    assert seconds[1] / seconds[0] == pytest.approx(67 / 19.5, rel=1e-3)
+
+
+def test_a_profile_gives_measured_times(digenrl: Digenrl, folder: Path) -> None:
+    profile = Profile(
+        generate_s=2.0, score_s=0.5, update_s=1.0, num_groups=9, group_size=3, generators=2, trainers=2, load_s=0.25
+    )
+    profile.write(folder / "profile.json")
+    out = digenrl(*TOY, "--dry_run_profile", "profile.json", "--trainer.strategy.trainer_assist", "off").out
+    assert "(2 s to make a sample, 2 s to train one, on one worker)" in out
+    assert "Times are those of the profile" in out
+    assert "estimate," not in out
+    # Eight samples, two micro-batches: the last is trained after all are made; the next step's weights are loaded.
+    assert "Predicted: 28.25 s a step" in out
+    assert "step 3, 28.25 s" in out
+
+
+def test_timeline_has_a_line_per_generator_and_one_for_the_trainers(digenrl: Digenrl) -> None:
+    words = (
+        "--trainer.strategy.engine",
+        "local",
+        "--trainer.strategy.generators",
+        "2",
+        "--trainer.strategy.trainers",
+        "4",
+    )
+    lines = digenrl(*TOY, *words).out.splitlines()
+    bars = [
+        line.split()[0] for line in lines if re.fullmatch(r"(generator-\d|trainers|trainer-\d) +[gsuao~x.?]{72}", line)
+    ]
+    assert bars == ["generator-0", "generator-1", "trainers"]
+
+
+def test_a_policy_that_cannot_be_traced_is_said_to_be(digenrl: Digenrl) -> None:
+    words = ("--model.policy", "tests.cli.toy_parts.ImpatientPolicy")
+    result = digenrl(*TOY, *words)
+    assert result.code == 0
+    assert "could not be traced, so activations are left out: RuntimeError: no" in " ".join(result.out.split())
+    assert "No times: give `--dry_run_profile FILE`" in result.out
+    assert not any(line.startswith(" activations ") for line in result.out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--dry_run_device", "h10"), "`--dry_run_device` is `h10`, which is not known; did you mean `h100`?"),
+        (("--dry_run_profile", "none.json"), "`--dry_run_profile`: none.json: there is no such file"),
+        (
+            ("--data.prompts_per_step", "3", "--trainer.strategy.groups_per_micro_batch", "2"),
+            "must divide the 3 prompts",
+        ),
+        (("--trainer.strategy.sharding", "fsdp"), "`sharding` fsdp shares the policy among trainers"),
+        (
+            ("--trainer.strategy.staleness", "0.5", "--model.updates_per_rollout", "2"),
+            "`updates_per_rollout` must be 1",
+        ),
+        (("--trainer.strategy", "auto"), "`--dry_run` describes runs with `DisaggregatedStrategy`"),
+        (("--model.policy", "FluxPolicy", "--model.policy.path", "none"), "`path` must be the folder of a diffusers"),
+        (("--model.guidance_scale", "0"), "`guidance_scale` must be at least 1"),
+        (("--model.lerning_rate", "1"), "is not a setting of FlowGRPO"),
+    ],
+)
+def test_wrong_input_is_one_line(digenrl: Digenrl, words: tuple[str, ...], message: str) -> None:
+    assert message in digenrl(*TOY, *words).error
+
+
+def test_its_flags_stand_by_themselves_and_with_fit_only(digenrl: Digenrl) -> None:
+    assert (
+        "`--dry_run_device` needs `--dry_run`"
+        in digenrl("fit", "--config", "toy.yaml", "--dry_run_device", "a100").error
+    )
+    for command in ("validate", "simulate"):
+        assert "--dry_run" in digenrl(command, "--config", "toy.yaml", "--dry_run").error
+    assert "--dry_run_profile FILE" in digenrl("fit", "--help").out
+    assert "--dry_run" not in digenrl("validate", "--help").out
+
+
+def test_published_configurations_are_written_as_pipelines_are(tmp_path: Path) -> None:
+    for name in PUBLISHED:
+        folder = tmp_path / name
+        write_published(name, folder)
+        index = json.loads((folder / "model_index.json").read_text())
+        parts = {part for part in index if not part.startswith("_")}
+        assert parts == {"transformer", "vae", "scheduler"}
+        for part in parts:
+            [file] = list((folder / part).glob("*config.json"))
+            assert json.loads(file.read_text())["_class_name"] == index[part][1]
+
+
+def test_of_another_pipeline_the_configurations_alone_are_asked_for(
+    digenrl: Digenrl, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision, allow_patterns))
+        write_published("stabilityai/stable-diffusion-3.5-medium", folder / "hub")
+        (folder / "hub/transformer/diffusion_pytorch_model.safetensors.index.json").unlink()
+        return str(folder / "hub")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    words = (
+        "--model.policy",
+        "StableDiffusion3Policy",
+        "--model.policy.path",
+        "some/sd",
+        "--model.policy.revision",
+        "v1",
+    )
+    result = digenrl(*TOY, *words, "--trainer.strategy.timestep_batch_size", "1")
+    assert (result.code, asked) == (0, [("some/sd", "v1", ["*.json"])])
+    assert "Of `some/sd` the configurations alone were asked of the hub." in result.out
+
+    def fail(*args: object, **kwargs: object) -> str:
+        raise OSError("no network\nand more")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    error = digenrl(*TOY, *words).error
+    assert "`path` 'some/sd' is no folder here and cannot be had from the hub (no network)" in error
+
+
+def test_simulated_workers_are_those_of_the_strategy() -> None:
+    from digenrl.cli.estimates import cluster_of
+
+    cluster = cluster_of(DisaggregatedStrategy(3, 2, reward_workers=1))
+    profile = Profile(generate_s=1.0, score_s=0.1, update_s=1.0, num_groups=2, group_size=4, generators=1, trainers=1)
+    workers = simulate(cluster, profile.workload(), num_steps=1).workers
+    assert len(workers) == 6

@@ -168,7 +168,7 @@ class Rows:
 class Condition(Rows):
     """What a policy is conditioned on; each policy family has its own subclass with tensors [B, ...]."""
 
-    negative: Condition | None = field(default=None, kw_only=True)
+    negative_condition: Condition | None = field(default=None, kw_only=True)
     """What classifier-free guidance leads away from, B rows, where each prompt has its own."""
 
 

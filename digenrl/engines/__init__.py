@@ -13,6 +13,7 @@ from digenrl.engines.engine import (
     Task,
     WorkerDied,
     WorkerError,
+    WorkerStartError,
     WorkerTimeout,
 )
 from digenrl.engines.inline import InlineEngine
@@ -37,6 +38,7 @@ __all__ = [
     "Task",
     "WorkerDied",
     "WorkerError",
+    "WorkerStartError",
     "WorkerTimeout",
 ]
 

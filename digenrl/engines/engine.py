@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+WORKER_VARIABLE = "DIGENRL_WORKER"
+"""Of the environment of workers: their name."""
 
 _DRIVER_HOST = "localhost"
 
@@ -25,6 +29,10 @@ class WorkerDied(WorkerError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class WorkerStartError(WorkerError):
+    """A worker's object could not be made, by an error that its next start would meet again."""
 
 
 class ObjectLost(WorkerError):
@@ -167,6 +175,11 @@ class Engine(ABC):
     """The driver's own access to what workers keep."""
 
     def __init__(self, task_timeout_s: float = 3600.0) -> None:
+        if WORKER_VARIABLE in os.environ:
+            raise RuntimeError(
+                f"worker {os.environ[WORKER_VARIABLE]} would start workers of its own: it has imported a script that "
+                "begins a run; put that under `if __name__ == '__main__':`."
+            )
         self.task_timeout_s = task_timeout_s
         self.bytes_received = 0
         """Bytes of results that came to the driver; what a test of "the driver never holds a trajectory" counts."""

@@ -15,6 +15,8 @@ from typing import Any
 
 import cloudpickle
 
+from digenrl.engines.engine import WORKER_VARIABLE
+
 
 def serve(worker: str, fd: int) -> None:
     """Serve the driver's messages until it says stop or its end closes; does not return."""
@@ -35,6 +37,7 @@ def serve(worker: str, fd: int) -> None:
     # The driver's environment of now, and nothing of that which the fork server was started in.
     os.environ.clear()
     os.environ.update(env)
+    os.environ[WORKER_VARIABLE] = worker
     os.chdir(folder)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()

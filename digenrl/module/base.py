@@ -235,6 +235,7 @@ class DiffusionRLModule(Validation, ABC):
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
             self.policy.build()
+        self.policy.eval()  # modules begin in training mode
         self._place_policy(self.policy)
         self._build_weight_copies()
         self._is_built = True

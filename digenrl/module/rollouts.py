@@ -51,7 +51,7 @@ class Rollouts(WeightCopies):
             return policy
 
         def velocity(latents: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
-            alone, empty = replace(condition, negative=None), self.policy.unconditional(condition)
+            alone, empty = replace(condition, negative_condition=None), self.policy.unconditional(condition)
             if self.guidance_batching == "joint":
                 both = type(condition).cat([alone, empty])
                 halves = policy(torch.cat([latents, latents]), torch.cat([sigma, sigma]), both)

@@ -322,7 +322,9 @@ class PipelinePolicy(DiffusionPolicy):
         if not any(_NEGATIVE in prompt.metadata for prompt in prompts.prompts):
             return condition
         texts = [prompt.metadata.get(_NEGATIVE) for prompt in prompts.prompts]
-        return replace(condition, negative=self.encode([self.negative_prompt if t is None else t for t in texts]))
+        return replace(
+            condition, negative_condition=self.encode([self.negative_prompt if t is None else t for t in texts])
+        )
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Check that negative prompts are texts, or None for `negative_prompt`.
@@ -337,8 +339,8 @@ class PipelinePolicy(DiffusionPolicy):
 
     def unconditional(self, condition: Condition) -> Condition:
         """Give the condition of the negative prompts for the same rows."""
-        if condition.negative is not None:
-            return condition.negative
+        if condition.negative_condition is not None:
+            return condition.negative_condition
         num_rows = len(next(value for _, value in condition._tensors()))
         device = self.device
         if device not in self._empty:

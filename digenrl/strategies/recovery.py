@@ -8,7 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from digenrl.engines import NoRoom, ObjectLost, ObjectRef, Task, WorkerDied, WorkerError, WorkerTimeout
+from digenrl.engines import (
+    NoRoom,
+    ObjectLost,
+    ObjectRef,
+    Task,
+    WorkerDied,
+    WorkerError,
+    WorkerStartError,
+    WorkerTimeout,
+)
 from digenrl.strategies.snapshots import Journal, MadeSlice, UpdateCall, snapshot_interval
 from digenrl.strategies.trainer_group import submit_assist, trajectories_made
 from digenrl.strategies.workers import TimestepBatchSize, UpdateReport
@@ -129,7 +138,8 @@ class Recovery:
         self.num_restarts += 1
         if isinstance(error, TrainerOutOfMemory):
             self._largest_timestep_batch = max(error.num_timesteps // 2, 1)
-        what = f"all {len(self._pool.trainers)} trainers are" if unit == TRAINERS else f"{unit} is"
+        num_ranks = len(self._pool.ranks_of(unit))
+        what = f"all {num_ranks} trainers are" if unit == TRAINERS and num_ranks > 1 else f"{death.worker} is"
         log.warning("%s Hence %s started again (restart %d of %d).", death, what, self.num_restarts, self._max_restarts)
         return unit
 
@@ -149,6 +159,8 @@ class Recovery:
     def _death_behind(self, error: BaseException, worker: str | None) -> WorkerDied | None:
         if isinstance(error, WorkerDied):
             return error
+        if isinstance(error, WorkerStartError):
+            return None
         if isinstance(error, WorkerTimeout) and self._max_restarts:
             return WorkerDied(str(error), error.worker)
         if isinstance(error, ObjectLost) and self._max_restarts:

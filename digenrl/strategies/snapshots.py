@@ -35,7 +35,11 @@ def check_restarts(*, engine: str, max_restarts: int, snapshot: str) -> None:
     Raises:
         ValueError: `snapshot` has no form that it may have, or no worker of the engine can die.
     """
-    snapshot_interval(snapshot)
+    if snapshot_interval(snapshot) not in (None, 1) and max_restarts == 0:
+        raise ValueError(
+            f"`snapshot` {snapshot} is for runs that start workers again, but `max_restarts` is 0: raise it, or leave "
+            "`snapshot` out."
+        )
     if max_restarts and engine == "inline":
         raise ValueError(
             f"`max_restarts` must be 0 with engine `inline`, got {max_restarts}: its workers are no processes that "

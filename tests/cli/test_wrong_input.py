@@ -35,7 +35,17 @@ OPTIONS = [
     # wrong types
     ("--trainer.max_steps abc", "`--trainer.max_steps` must be a whole number, got 'abc'."),
     ("--model.lr fast", "`--model.lr` must be a number, got 'fast'."),
-    ("--trainer.strategy.engine lokel", "`--trainer.strategy.engine` must be one of `auto`, `local`, `ray`, `inline`, got 'lokel'."),
+    (
+        "--trainer.strategy.engine lokel",
+        "`--trainer.strategy.engine` must be one of `auto`, `local`, `ray`, `inline`, got 'lokel'.",
+    ),
+    ("--trainer.strategy.snapshot every_3", "`snapshot` every_3 is for runs that start workers again, but"),
+    ("--trainer.strategy.snapshot often", "`snapshot` must be every_step, every_N with a number N of steps, or off"),
+    ("--trainer.strategy.sharding fsdp", "`sharding` fsdp shares the policy among trainers, but `trainers` is 1"),
+    (
+        "--trainer.strategy.ray_address 10.0.0.1:6379 --trainer.strategy.engine local",
+        "`ray_address` needs engine `ray`",
+    ),
     ("--seed_everything x", "`--seed_everything` must be true or false or a whole number, got 'x'."),
     ("--trainer.max_steps null", "`--trainer.max_steps` must be a whole number, got 'null'."),
     # values that constructors refuse

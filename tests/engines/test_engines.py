@@ -643,3 +643,10 @@ def test_an_answer_that_ctrl_c_kept_from_its_reader_is_not_taken_for_the_next_on
         theirs.send(pickle.dumps((1, "a process id")))
         theirs.send(pickle.dumps((2, "an exit code")))
         assert server._request(("reap", 0), []) == "an exit code"
+
+
+def test_a_worker_starts_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script without a main guard that is imported there would begin the run again, and again."""
+    monkeypatch.setenv("DIGENRL_WORKER", "generator-0")
+    with pytest.raises(RuntimeError, match="worker generator-0 would start workers of its own"):
+        LocalEngine()

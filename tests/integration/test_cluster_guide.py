@@ -46,9 +46,9 @@ def settings_of(words: list[str]) -> dict[str, Any]:
 
 def test_every_step_of_the_guide_has_its_command() -> None:
     assert [words[0] for words in commands()] == (
-        ["digenrl"] * 4 + ["ray"] * 2 + ["digenrl", "ray", "sbatch", "kubectl", "digenrl"]
+        ["digenrl"] * 5 + ["ray"] * 2 + ["digenrl", "ray", "sbatch", "kubectl", "digenrl"]
     )
-    assert len(fit_commands()) == 7
+    assert len(fit_commands()) == 8
     for words in commands():
         for word in words:
             if word.startswith("examples/"):
@@ -69,7 +69,7 @@ def test_digenrl_accepts_the_options(words: list[str], monkeypatch: pytest.Monke
     # LightningCLI makes values of an option's text.
     given = {name: yaml.safe_load(str(value)) for name, value in trainer["strategy"]["init_args"].items()}
     strategy = DisaggregatedStrategy(**given)
-    num_workers = strategy.generators + strategy.trainers
+    num_workers = (strategy.generators + strategy.trainers) // strategy.workers_per_device
     num_nodes = int(trainer.get("num_nodes", 1))
     assert num_workers == num_nodes * int(trainer.get("devices", 8))
     samples = strategy.groups_per_micro_batch * 8  # the example's group size

@@ -11,7 +11,9 @@ import pytest
 from torch import Tensor
 
 from digenrl import DisaggregatedStrategy
-from digenrl.engines import WorkerDied
+from digenrl.engines import InlineEngine, WorkerDied, WorkerStartError
+from digenrl.strategies.pool import WorkerPool
+from digenrl.strategies.workers import WorkerSettings
 from tests.integration.mortal import Death, Mortal, num_deaths
 from tests.integration.toy_runs import fit, largest_difference
 from tests.leftovers import left_in_shared_memory, names_in_shared_memory
@@ -91,3 +93,13 @@ def test_restarts_need_processes() -> None:
 def test_the_error_names_the_rank_that_died_and_not_the_one_whose_exchange_failed(tmp_path: Path) -> None:
     with pytest.raises(WorkerDied, match=r"^worker trainer-1 killed by SIGKILL, "):
         fit(strategy(generators=1), module=Mortal(tmp_path, [Death("optimizer_step", rank=1)]), max_steps=2)
+
+
+def test_a_start_that_fails_by_an_error_is_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would fail again each time; the error is to be seen, and no restart is spent on it."""
+    recovery = WorkerPool(
+        InlineEngine(), WorkerSettings(), num_generators=1, num_trainers=2, num_reward_workers=0, max_restarts=3
+    ).recovery
+    with pytest.raises(WorkerStartError, match="no such module"):
+        recovery.lost_unit(WorkerStartError("worker trainer-0 cannot start: ImportError: no such module"))
+    assert recovery.num_restarts == 0

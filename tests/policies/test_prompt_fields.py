@@ -108,7 +108,7 @@ def test_prompts_of_other_data_are_checked_when_they_come() -> None:
 
 def test_rows_with_a_negative_condition_are_not_joined_with_rows_without() -> None:
     level = torch.zeros(1)
-    parts: list[Condition] = [ToyCondition(level), ToyCondition(level, negative=ToyCondition(level))]
+    parts: list[Condition] = [ToyCondition(level), ToyCondition(level, negative_condition=ToyCondition(level))]
     for order in (parts, parts[::-1]):
         with pytest.raises(AssertionError, match="different fields"):
             Rows.cat(order)

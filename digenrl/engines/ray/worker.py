@@ -19,6 +19,7 @@ import cloudpickle
 import ray
 import torch
 
+from digenrl.engines.engine import WORKER_VARIABLE
 from digenrl.engines.fork_server import keep_freed_memory
 from digenrl.engines.local_worker import portable_error
 from digenrl.engines.ray.objects import Serial, WorkerStore
@@ -107,6 +108,7 @@ class TaskRunner:
     ) -> Whereabouts:
         """Make the worker's object in the driver's environment; see `take_over`."""
         take_over(env, extra, one_host=one_host, kept=kept)
+        os.environ[WORKER_VARIABLE] = self._worker
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         self._target = cloudpickle.loads(factory)(self._store)
         context = ray.get_runtime_context()

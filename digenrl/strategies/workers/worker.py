@@ -59,7 +59,6 @@ class Worker(Generating, State, Snapshots, Parity):
 
     def _place_policy(self, policy: DiffusionPolicy) -> None:
         """Bring a policy that was just built into the form in which this worker computes, and read its weights."""
-        policy.eval()  # modules begin in training mode, and nobody calls `train` here
         apply_block_options(policy, self._settings)
         if self._is_sharded:
             sharding = self._settings.sharding if self._trains else "fsdp"

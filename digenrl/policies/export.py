@@ -19,8 +19,6 @@ from digenrl.policies.policy import DiffusionPolicy
 
 TOLERANCE = 1e-6
 """Between velocities of the policy and of what was written and read again, relative to their size."""
-MERGE_TOLERANCE = 1e-5
-"""Where an adapter is merged, which adds the same numbers in another order."""
 
 STATE_FILE = "policy.safetensors"
 
@@ -93,7 +91,6 @@ def export_pipeline(policy: PipelinePolicy, folder: Path, *, dtype: torch.dtype 
     """
     _check_dtype(policy)
     trained, exact = _trained_parts(policy), probe(policy)
-    is_merged = bool(adapted_parts(policy))
     for part in adapted_parts(policy):
         transformer: Any = policy.get_submodule(part)
         transformer.fuse_lora()
@@ -105,9 +102,8 @@ def export_pipeline(policy: PipelinePolicy, folder: Path, *, dtype: torch.dtype 
     device = _drop_transformers(policy)
     _take_transformers(policy, _load_transformers(policy, folder), device)
     found = probe(policy)
-    limit = MERGE_TOLERANCE if is_merged else TOLERANCE
     if dtype == torch.float32:
-        return Exported("pipeline", {part: part for part in trained}, _check(expected, found, limit))
+        return Exported("pipeline", {part: part for part in trained}, _check(expected, found, TOLERANCE))
     deviation = _check(expected, found, TOLERANCE)
     return Exported("pipeline", {part: part for part in trained}, deviation, rounding=difference(exact, found))
 

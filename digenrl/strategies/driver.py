@@ -437,7 +437,7 @@ class StepDriver:
         self.on_lost(unit)
         self._restarting.add(unit)
         try:
-            tasks = self._pool.launch(unit)
+            tasks = self._recovery.launch(unit)
         except NoRoom as failure:
             self._recovery.give_up(unit, failure)
             return

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from digenrl.engines import Engine, JoinedTask, ObjectRef, Requirements, Task, WorkerDied, WorkerError, WorkerStartError
+from digenrl.engines import Engine, JoinedTask, ObjectRef, Requirements, Task, WorkerDied, WorkerError
 from digenrl.strategies.optimizers import OptimizerSpec
 from digenrl.strategies.recovery import TRAINERS, Recovery
 from digenrl.strategies.skeleton import ModuleOutline
@@ -212,12 +212,7 @@ class WorkerPool:
         env = {}
         if self._settings.device == "cuda" and self._devices:
             env["CUDA_VISIBLE_DEVICES"] = self._devices[place // self._workers_per_device]
-        try:
-            self.engine.start(worker, Worker, env=env)
-        except WorkerError:
-            raise
-        except Exception as error:
-            raise WorkerStartError(f"worker {worker} cannot start: {type(error).__name__}: {error}") from error
+        self.engine.start(worker, Worker, env=env)
 
     def _join(self, name: str, ranks: Sequence[str]) -> list[Task]:
         """Let the ranks of a group meet, under a name that no group had before."""

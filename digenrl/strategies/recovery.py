@@ -205,7 +205,7 @@ class Recovery:
                 if unit == TRAINERS:
                     self._rebuild_trainers(gather)
                 else:
-                    gather(self._pool.launch(unit))
+                    gather(self.launch(unit))
                     self._pool.rejoin(unit)
                     if unit in self._pool.generators and self._pool.published_version is not None:
                         gather([self._pool.load_weights(unit, self._pool.published_version)])
@@ -236,10 +236,23 @@ class Recovery:
         if self.observer is not None:
             self.observer.on_given_up(unit)
 
+    def launch(self, unit: str) -> list[Task]:
+        """Start a unit's workers again.
+
+        Raises:
+            WorkerStartError: one cannot start, by an error that would come each time.
+        """
+        try:
+            return self._pool.launch(unit)
+        except WorkerError:
+            raise
+        except Exception as error:
+            raise WorkerStartError(f"{unit} cannot start again: {type(error).__name__}: {error}") from error
+
     def _rebuild_trainers(self, gather: Gather) -> None:
         """Give new trainers the state of the newest snapshot, and repeat all that the group has done since."""
         self.is_rebuilding = True
-        gather(self._pool.launch(TRAINERS))
+        gather(self.launch(TRAINERS))
         trainers = self._pool.trainers
         if self._largest_timestep_batch is not None:
             size = self._largest_timestep_batch

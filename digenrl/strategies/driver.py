@@ -337,6 +337,7 @@ class StepDriver:
         self._recovery.journal.forget_updates()
         calls = [book.update_call(micro_batch) for micro_batch in book.plan.micro_batches]
         for call, reports in zip(calls, self._train_again(calls), strict=True):
+            self._recovery.journal.note_update(call)
             self._note_update(call, reports, book)
 
     def _train_again(self, calls: Sequence[UpdateCall]) -> list[list[UpdateReport]]:
@@ -371,10 +372,11 @@ class StepDriver:
         else:
             self._group = None
             call = book.update_call(micro_batch)
+            self._recovery.journal.note_update(call)
             if is_missing or any(report.out_of_memory for report in reports):
                 # A part of the failed micro-batch may be in the gradient; where memory ran out, the ranks have agreed
                 # on smaller batches.
-                reports = self._train_again([*self._recovery.journal.open.updates, call])[-1]
+                reports = self._train_again(self._recovery.journal.open.updates)[-1]
             self._note_update(call, reports, book)
         # Switching takes as long as the slowest rank needs.
         switch_s, seconds = max(report.switch_s for report in reports), reports[-1].span.seconds
@@ -401,7 +403,6 @@ class StepDriver:
         self._recovery.note_made_again(len(parts))
 
     def _note_update(self, call: UpdateCall, reports: Sequence[UpdateReport], book: StepBook) -> None:
-        self._recovery.journal.note_update(call)
         for trainer, report in zip(self._pool.trainers, reports, strict=True):
             book.loss_sum += report.loss_sum
             book.regularizer_sum += report.regularizer_sum

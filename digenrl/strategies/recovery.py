@@ -297,8 +297,9 @@ class Recovery:
             gather([self._engine.submit(trainer, "discard_gradient") for trainer in trainers])
             reports: list[list[UpdateReport]] = []
             try:
-                for call in calls:
+                for call in list(calls):
                     whole = self._made_whole(call, gather)
+                    self.journal.exchange(call, whole)
                     reports.append(
                         gather([whole.submit(self._engine, trainer, self.timestep_batch_size) for trainer in trainers])
                     )

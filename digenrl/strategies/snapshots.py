@@ -139,6 +139,11 @@ class Journal:
         """Note that a micro-batch is in the gradient."""
         self.open.updates.append(call)
 
+    def exchange(self, call: UpdateCall, other: UpdateCall) -> None:
+        """Put an update in the place of one that stands here, since its samples were made again."""
+        for window in (*self.closed, self.open):
+            window.updates[:] = [other if entry is call else entry for entry in window.updates]
+
     def forget_updates(self) -> list[UpdateCall]:
         """Forget what is in the gradient; returns it."""
         updates, self.open.updates = self.open.updates, []

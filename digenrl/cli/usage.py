@@ -38,7 +38,8 @@ _DRY_RUN = {
     "--dry_run_device NAME": "devices to count with (default: h100)",
     "--dry_run_profile FILE": "take times from a run's `profile.json`",
 }
-_COLUMN = 40
+_COLUMN = 32  # of the text behind options that are short
+_INDENT = 8
 _MAX_KIND_CHARS = 24
 
 
@@ -162,14 +163,9 @@ def _section(title: str) -> Iterator[str]:
 
 
 def _entry(option: str, text: str) -> Iterator[str]:
-    lines = textwrap.wrap(text, _width() - _COLUMN) or [""]
-    head = f"  {option}"
-    if len(head) >= _COLUMN:
-        yield head
-        head = ""
-    yield f"{head:<{_COLUMN}}{lines[0]}"
-    for line in lines[1:]:
-        yield " " * _COLUMN + line
+    """Write an option as a paragraph: columns of their own would leave long names half of a terminal for the text."""
+    paragraph = f"{f'  {option}':<{_COLUMN - 2}}  {text}"
+    yield from textwrap.wrap(paragraph, _width(), subsequent_indent=" " * _INDENT, break_on_hyphens=False)
 
 
 def _width() -> int:

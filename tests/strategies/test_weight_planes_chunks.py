@@ -170,6 +170,14 @@ def test_small_tensors_share_a_chunk_and_copies_are_not_among_the_trained() -> N
     assert [(len(entry.parts), entry.is_trained) for entry in chunks] == [(5, True), (5, False)]
 
 
+def test_large_tensors_do_not_part_the_small_ones_around_them() -> None:
+    layers = [TensorSpec(f"{index}", torch.float32, (rows,), True) for index, rows in enumerate((16, 2, 16, 2, 16, 2))]
+    holding = Holding(tuple(layers), tuple((0, spec.num_rows) for spec in layers))
+    chunks = cut_chunks({"trainer-0": holding}, {"generator-0": [holding]}, 16 * 4)
+    parts = sorted([part.tensor for part in chunk.parts] for chunk in chunks)
+    assert parts == [[0], [1, 3, 5], [2], [4]]
+
+
 def test_trainers_that_hold_the_same_share_the_sending() -> None:
     whole = Holding((TensorSpec("big", torch.float32, (4096, 64), True),), ((0, 4096),))
     chunks = cut_chunks({f"trainer-{i}": whole for i in range(4)}, {"generator": [whole]}, 1 << 16)

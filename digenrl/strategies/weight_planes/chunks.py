@@ -107,6 +107,9 @@ def cut_chunks(
             _check_held(index, start, stop, trainers, generators)
             key = (tuple(holding.has(index, start, stop) for holding in everyone), spec.is_trained)
             for part in _cut(Part(index, start * spec.row_bytes, stop * spec.row_bytes), chunk_bytes):
+                if 2 * (part.stop - part.start) > chunk_bytes:  # or it would part the small tensors around it
+                    closed.append((*key, [part]))
+                    continue
                 waiting = open_chunks.setdefault(key, [])
                 if waiting and _num_bytes(waiting) + part.stop - part.start > chunk_bytes:
                     closed.append((*key, waiting))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from hashlib import blake2b, sha256
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,26 +19,55 @@ _WORD_BYTES = 8
 _TABLE_BYTES = 1 << 22  # small tensors are joined up to about this size, so that a copy of them stays small
 
 
-def chunk_digest(data: Tensor) -> bytes:
-    """Digest bytes [N] (uint8): 16 bytes, the same on every device.
+class ByteTable:
+    """Bytes of a tensor, laid out so that digests of what they are then can be taken again and again.
 
-    The 64-bit words are laid out as a table; its row and column sums, taken at memory speed where the bytes are, are
-    then hashed, and so is what does not fill a row. Any changed word and any two exchanged words show. Not meant to
+    The 64-bit words are the entries of a table; its row and column sums, taken at memory speed where the bytes are, are
+    hashed, and so is what does not fill a row. Any changed word and any two exchanged words show. Not meant to
     withstand forgery.
     """
-    digest = sha256(str(len(data)).encode())  # twice as fast as others where the processor knows it
-    whole = len(data) // (_COLUMNS * _WORD_BYTES) * (_COLUMNS * _WORD_BYTES)
-    if whole:
-        if data.storage_offset() % _WORD_BYTES:
-            data = data.clone()
-        table = data[:whole].view(torch.int64).view(-1, _COLUMNS)
-        digest.update(table.sum(dim=1).cpu().numpy().data)
-        # NumPy adds up columns in half of torch's time; on a device the sums are the same, modulo 2^64.
-        columns = np.add.reduce(table.numpy(), axis=0) if table.device.type == "cpu" else table.sum(dim=0).cpu().numpy()
-        digest.update(columns.data)
-    if whole < len(data):
-        digest.update(data[whole:].cpu().numpy().data)
-    return digest.digest()[:DIGEST_BYTES]
+
+    def __init__(self, data: Tensor) -> None:
+        """Look at bytes [N] (uint8); nothing is copied."""
+        whole = len(data) // (_COLUMNS * _WORD_BYTES) * (_COLUMNS * _WORD_BYTES)
+        self._begun = sha256(str(len(data)).encode())  # twice as fast as others where the processor knows it
+        self._rest = data[whole:]
+        self._unaligned = data if whole and data.storage_offset() % _WORD_BYTES else None
+        self._words: Tensor | None = None
+        self._host_words: np.ndarray[Any, Any] | None = None
+        if not whole or self._unaligned is not None:
+            return
+        self._words = data[:whole].view(torch.int64).view(-1, _COLUMNS)
+        if not data.is_cuda:
+            self._host_words = self._words.numpy()  # adds columns up in half of torch's time
+
+    def digest(self) -> bytes:
+        """Take the 16 bytes of the digest; they are the same on every device."""
+        if self._unaligned is not None:
+            return chunk_digest(self._unaligned.clone())
+        digest = self._begun.copy()
+        if self._host_words is not None:
+            digest.update(np.add.reduce(self._host_words, axis=1))
+            digest.update(np.add.reduce(self._host_words, axis=0))
+        elif self._words is not None:
+            digest.update(self._words.sum(dim=1).cpu().numpy().data)
+            digest.update(self._words.sum(dim=0).cpu().numpy().data)
+        if len(self._rest):
+            digest.update(self._rest.cpu().numpy().data)
+        return digest.digest()[:DIGEST_BYTES]
+
+
+def chunk_digest(data: Tensor) -> bytes:
+    """Digest bytes [N] (uint8), see `ByteTable`."""
+    return ByteTable(data).digest()
+
+
+def copy_bytes(target: Tensor, source: Tensor) -> None:
+    """Copy bytes [N] (uint8) from tensor to tensor; where a device takes part, wait for it before using them."""
+    if target.device.type == source.device.type == "cpu":
+        np.copyto(target.numpy(), source.numpy())  # the C library's copy is a tenth faster than torch's loop
+    else:
+        target.copy_(source, non_blocking=True)
 
 
 def weights_digest(named_tensors: Iterable[tuple[str, Tensor]]) -> str:

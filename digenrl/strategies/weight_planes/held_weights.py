@@ -9,7 +9,7 @@ from torch import Tensor
 
 from digenrl.strategies.sharding import local_tensor
 from digenrl.strategies.weight_planes.chunks import Chunk, Holding, WeightSyncError, held_chunks
-from digenrl.strategies.weight_planes.digests import DIGEST_BYTES, chunk_digest
+from digenrl.strategies.weight_planes.digests import DIGEST_BYTES, ByteTable, chunk_digest, copy_bytes
 
 
 class HeldWeights:
@@ -27,6 +27,7 @@ class HeldWeights:
         self._tensors = tensors
         self._memory: tuple[int, ...] = ()  # addresses of the tensors that `_parts` are views of
         self._parts: dict[int, list[Tensor]] = {}
+        self._tables: dict[int, ByteTable] = {}  # of the chunks that are one part
         self._strided: dict[int, tuple[Tensor, Tensor]] = {}  # tensors that are not contiguous, and flat copies
 
     @torch.no_grad()
@@ -41,12 +42,11 @@ class HeldWeights:
             flat.copy_(tensor)
         digests = {}
         for index, place in places:
-            data = self._joined(index)
-            place.copy_(data, non_blocking=True)
-            digests[index] = chunk_digest(data)
+            copy_bytes(place, self._joined(index))
+            digests[index] = self._digest(index)
         for index in self.held:
             if index not in digests:
-                digests[index] = chunk_digest(self._joined(index))
+                digests[index] = self._digest(index)
         self._finish()
         return b"".join(digests[index] for index in self.held)
 
@@ -58,17 +58,17 @@ class HeldWeights:
         for index, data in arriving:
             parts = self._parts[index]
             if len(parts) == 1:
-                parts[0].copy_(data, non_blocking=True)
+                copy_bytes(parts[0], data)
             else:
                 torch._foreach_copy_(parts, list(data.split([len(part) for part in parts])), non_blocking=True)
             if self._strided and any(part.tensor in self._strided for part in self.chunks[index].parts):
                 late.append(index)
             else:
-                digests[index] = chunk_digest(self._joined(index))
+                digests[index] = self._digest(index)
         for tensor, flat in self._strided.values():
             tensor.copy_(flat)
             flat.copy_(tensor)
-        digests.update({index: chunk_digest(self._joined(index)) for index in late})
+        digests.update({index: self._digest(index) for index in late})
         self._finish()
         return digests
 
@@ -109,9 +109,12 @@ class HeldWeights:
         parts = self._parts[index]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def _digest(self, index: int) -> bytes:
+        return self._tables[index].digest() if index in self._tables else chunk_digest(self._joined(index))
+
     def _look(self) -> None:
         """Find the tensors' memory, which may have moved since the last time."""
-        tensors = [local_tensor(tensor.detach()) for tensor in self._tensors().values()]
+        tensors = [local_tensor(tensor).detach() for tensor in self._tensors().values()]
         memory = tuple(tensor.data_ptr() for tensor in tensors)
         if memory == self._memory and self._parts:
             return
@@ -126,6 +129,7 @@ class HeldWeights:
             index: [self._local(flat, part.tensor, part.start, part.stop) for part in self.chunks[index].parts]
             for index in self.held
         }
+        self._tables = {index: ByteTable(parts[0]) for index, parts in self._parts.items() if len(parts) == 1}
 
     def _local(self, flat: Sequence[Tensor], tensor: int, start: int, stop: int) -> Tensor:
         first = self._holding.rows[tensor][0] * self._holding.tensors[tensor].row_bytes

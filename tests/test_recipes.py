@@ -33,16 +33,16 @@ RECIPES = {path.stem: path for path in sorted((ROOT / "examples/recipes/publishe
 RUNS = {path.stem: path for path in sorted((ROOT / "examples/recipes").glob("*.yaml"))}
 
 # A complete run, the published settings that it takes, and billions of parameters as published with the model, with
-# what an adapter of its rank adds.
+# what an adapter of its rank adds; the schedule as published, with its shift, and `-` for the pipeline's own.
 COMPLETE = """
-run                            published                  policy                  parameters  trained
-sd35_flow_grpo_ocr             flow_grpo_sd3_geneval_ocr  StableDiffusion3Policy  2.24        0.0188
-sd35_dgpo_ocr                  dgpo_sd3_ocr               StableDiffusion3Policy  2.24        0.0376
-flux_flow_grpo_pickscore       flow_grpo_flux             FluxPolicy              11.9        0.105
-flux_dance_grpo_pickscore      dance_grpo_flux_16gpu      FluxPolicy              11.9        11.9
-qwen_image_flow_grpo_vlm       flow_grpo_qwen_image       QwenImagePolicy         20.4        0.189
-wan21_14b_flow_grpo_video_ocr  flow_grpo_wan              WanPolicy               14.3        0.105
-hunyuan_video_dance_grpo       dance_grpo_hunyuan_video   HunyuanVideoPolicy      12.8        12.8
+run                            published                  policy                  parameters  trained  schedule
+sd35_flow_grpo_ocr             flow_grpo_sd3_geneval_ocr  StableDiffusion3Policy  2.24        0.0188   -
+sd35_dgpo_ocr                  dgpo_sd3_ocr               StableDiffusion3Policy  2.24        0.0376   dpm/3
+flux_flow_grpo_pickscore       flow_grpo_flux             FluxPolicy              11.9        0.105    -
+flux_dance_grpo_pickscore      dance_grpo_flux_16gpu      FluxPolicy              11.9        11.9     dance/3
+qwen_image_flow_grpo_vlm       flow_grpo_qwen_image       QwenImagePolicy         20.4        0.189    -
+wan21_14b_flow_grpo_video_ocr  flow_grpo_wan              WanPolicy               14.3        0.105    -
+hunyuan_video_dance_grpo       dance_grpo_hunyuan_video   HunyuanVideoPolicy      12.8        12.8     dance/5
 """
 
 # As published, with groups and updates per rollout; `ema` is every how many steps the evaluated average, of decay 0.9,
@@ -242,6 +242,11 @@ def test_a_complete_run_has_the_published_settings(run: dict[str, str]) -> None:
     settings = dict(complete["model"]["init_args"])
     policy = settings.pop("policy")
     assert policy["class_path"] == run["policy"]
+    schedule, _, shift = run["schedule"].partition("/")
+    chosen = {} if schedule == "-" else {"schedule": schedule, "schedule_shift": float(shift)}
+    assert {name: value for name, value in policy["init_args"].items() if name.startswith("schedule")} == chosen
+    noted = re.findall(r"`schedule: (\w+)` and `schedule_shift: (\d)", RECIPES[run["published"]].read_text())
+    assert noted == ([] if schedule == "-" else [(schedule, shift)])
     assert "reward" in settings
     del settings["reward"]
     assert settings == published["model"]["init_args"]

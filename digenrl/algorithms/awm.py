@@ -7,7 +7,12 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from digenrl.algorithms.checks import check_clip_range, check_kl_weights
+from digenrl.algorithms.checks import (
+    check_clip_range,
+    check_guidance_is_used,
+    check_has_effect,
+    check_kl_weights,
+)
 from digenrl.algorithms.forward_process import ForwardProcessModule, NoisedRows, make_decay
 from digenrl.averaging import NoUpdates
 from digenrl.functional import clipped_surrogate, matching_log_prob, mean_square
@@ -16,6 +21,7 @@ from digenrl.rewards import Reward
 from digenrl.types import RowLosses, TimestepBatch
 
 Weighting = Literal["uniform", "sigma", "sigma_squared", "huber", "ghuber"]
+_CLIP_RANGE, _AVERAGE_RATE, _AVERAGE_CAP = 1e-2, 0.001, 0.3
 _AVERAGE, _REFERENCE = "average", "reference"
 
 
@@ -24,7 +30,8 @@ class AWM(ForwardProcessModule):
 
     The loss of pretraining, weighted by advantages: minus the distance to the target stands for a log-prob in PPO's
     clipped surrogate. In the first update after a rollout the ratio is 1; with `updates_per_rollout` the later ones
-    compare with the weights that the round began with.
+    compare with the weights that the round began with. Samples that `staleness` lets be made one step early are trained
+    as if the newest weights had made them, with ratio 1.
     """
 
     advantages_scale_gradient: ClassVar[bool] = True
@@ -37,11 +44,11 @@ class AWM(ForwardProcessModule):
         group_size: int = 24,
         num_steps: int = 14,
         weighting: Weighting = "ghuber",
-        clip_range: float = 1e-2,
+        clip_range: float = _CLIP_RANGE,
         kl_beta: float = 0.015,
         average_kl_beta: float = 5.0,
-        average_rate: float = 0.001,
-        average_cap: float = 0.3,
+        average_rate: float = _AVERAGE_RATE,
+        average_cap: float = _AVERAGE_CAP,
         solver: Literal["euler", "dpm"] = "dpm",
         num_trained_timesteps: int = 6,
         first_trained_timestep: int = 1,
@@ -61,7 +68,7 @@ class AWM(ForwardProcessModule):
             group_size: see there.
             num_steps: see there.
             weighting: what a distance counts, see `matching_log_prob`.
-            clip_range: how far the ratio may leave 1 before its gradient is cut.
+            clip_range: how far the ratio may leave 1 before its gradient is cut, with an `updates_per_rollout` above 1.
             kl_beta: weight of the squared difference between the velocity and that of the policy that training started
                 from; 0 is without.
             average_kl_beta: the same to an average of the weights, which keeps single steps small; 0 is without.
@@ -95,6 +102,12 @@ class AWM(ForwardProcessModule):
             raise ValueError(f"`weighting` must be one of {', '.join(get_args(Weighting))}, got {weighting!r}.")
         check_clip_range(clip_range)
         check_kl_weights(kl_beta=kl_beta, average_kl_beta=average_kl_beta)
+        check_guidance_is_used(self, self.guidance_scale)
+        if self.updates_per_rollout == 1:
+            check_has_effect("`updates_per_rollout` 1", clip_range=(clip_range, _CLIP_RANGE))
+        if average_kl_beta == 0:
+            rate, cap = (average_rate, _AVERAGE_RATE), (average_cap, _AVERAGE_CAP)
+            check_has_effect("`average_kl_beta` 0", average_rate=rate, average_cap=cap)
         self.weighting: Weighting = weighting
         self.clip_range = clip_range
         self.kl_betas = {_REFERENCE: kl_beta, _AVERAGE: average_kl_beta}

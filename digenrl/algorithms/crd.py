@@ -6,7 +6,12 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from digenrl.algorithms.checks import check_finite_advantage_clip, check_kl_weights
+from digenrl.algorithms.checks import (
+    check_finite_advantage_clip,
+    check_guidance_is_used,
+    check_has_effect,
+    check_kl_weights,
+)
 from digenrl.algorithms.forward_process import ForwardProcessModule, make_decay
 from digenrl.averaging import EveryNth, NoUpdates
 from digenrl.functional import adaptive_mean_square, crd_kl_weight, crd_loss, mean_square, reward_probability
@@ -95,11 +100,14 @@ class CRD(ForwardProcessModule):
             **settings,
         )
         check_kl_weights(kl_beta=kl_beta)
+        if kl_beta == 0:
+            check_has_effect("`kl_beta` 0", reference_guidance_scale=(reference_guidance_scale, 1.0))
         check_guidance("reference_guidance_scale", reference_guidance_scale, policy)
         check_finite_advantage_clip(self.advantage_settings.clip)
         self.adaptive_distance = adaptive_distance
         self.kl_beta = kl_beta
         self.reference_guidance_scale = reference_guidance_scale
+        check_guidance_is_used(self, self.guidance_scale, reference_guidance_scale)
         old_schedule = make_decay(_OLD, rate=old_rate, cap=old_cap, start=old_start)
         self.add_weight_copy(_OLD, EveryNth(old_schedule, self.updates_per_rollout))
         sampler_schedule = make_decay(_SAMPLER, rate=sampler_rate, cap=sampler_cap, flat=sampler_flat)

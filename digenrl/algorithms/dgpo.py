@@ -7,7 +7,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from digenrl.algorithms.checks import check_beta, check_clip_range, check_kl_weights
+from digenrl.algorithms.checks import (
+    check_beta,
+    check_clip_range,
+    check_guidance_is_used,
+    check_has_effect,
+    check_kl_weights,
+)
 from digenrl.algorithms.forward_process import ForwardProcessModule, make_decay
 from digenrl.averaging import NoUpdates
 from digenrl.functional import group_preference_loss, is_clipped, mean_square
@@ -95,6 +101,8 @@ class DGPO(ForwardProcessModule):
         check_beta(beta, "how sharp a preference is")
         check_clip_range(clip_range)
         check_kl_weights(kl_beta=kl_beta)
+        if kl_beta == 0:
+            check_has_effect("`kl_beta` 0", clips_kl=(clips_kl, False))
         if reference not in ("start", "old"):
             raise ValueError(f"`reference` must be start or old, got {reference!r}.")
         check_guidance("reference_guidance_scale", reference_guidance_scale, policy)
@@ -110,6 +118,7 @@ class DGPO(ForwardProcessModule):
         self.kl_beta = kl_beta
         self.clips_kl = clips_kl
         self.reference_guidance_scale = reference_guidance_scale
+        check_guidance_is_used(self, self.guidance_scale, reference_guidance_scale)
         self.old_rollout_from = old_rollout_from
         self._reference_name = _OLD if reference == "old" else _REFERENCE
         old_schedule = make_decay(_OLD, rate=old_rate, cap=old_cap)

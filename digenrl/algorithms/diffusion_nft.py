@@ -6,7 +6,12 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from digenrl.algorithms.checks import check_beta, check_finite_advantage_clip, check_kl_weights
+from digenrl.algorithms.checks import (
+    check_beta,
+    check_finite_advantage_clip,
+    check_guidance_is_used,
+    check_kl_weights,
+)
 from digenrl.algorithms.forward_process import ForwardProcessModule, make_decay
 from digenrl.averaging import NoUpdates
 from digenrl.functional import mean_square, nft_loss, reward_probability
@@ -80,6 +85,7 @@ class DiffusionNFT(ForwardProcessModule):
         )
         check_beta(beta, "the distance from the old policy")
         check_kl_weights(kl_beta=kl_beta)
+        check_guidance_is_used(self, self.guidance_scale)
         check_finite_advantage_clip(self.advantage_settings.clip)
         self.beta = beta
         self.kl_beta = kl_beta

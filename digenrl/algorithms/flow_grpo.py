@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from digenrl.algorithms.checks import check_kl_weights
+from digenrl.algorithms.checks import check_has_effect, check_kl_weights
 from digenrl.algorithms.reverse_process import KernelName, ReverseProcessModule
 from digenrl.averaging import NoUpdates
 from digenrl.diffusion import FlowCPS, RandomWindow
@@ -96,6 +96,8 @@ class FlowGRPO(ReverseProcessModule):
         if kl_form not in ("code", "paper"):
             raise ValueError(f"`kl_form` must be code or paper, got {kl_form!r}.")
         check_kl_weights(kl_beta=kl_beta)
+        if kl_beta == 0:
+            check_has_effect("`kl_beta` 0", kl_form=(kl_form, "code"))
         if kernel == "cps" and kl_beta > 0 and kl_form != "code":
             raise ValueError(
                 f"`kl_form` must be code with kernel cps, got {kl_form}: its divergence is the mean square "

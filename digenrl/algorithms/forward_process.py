@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from digenrl.algorithms.checks import check_schedule
 from digenrl.averaging import RampDecay
 from digenrl.diffusion.windows import random_timesteps, shared_timesteps
 from digenrl.functional import mean_square, noised_latents
@@ -68,6 +69,7 @@ class ForwardProcessModule(DiffusionRLModule):
                 "`num_trained_timesteps`."
             )
         super().__init__(policy, reward, timestep_fraction=1.0, **settings)
+        check_schedule(self)
         if solver not in ("euler", "dpm"):
             raise ValueError(f"`solver` must be euler or dpm, got {solver!r}.")
         if timesteps_of not in ("step", "sample"):

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from digenrl.algorithms.checks import check_beta
+from digenrl.algorithms.checks import check_beta, check_guidance_is_used
 from digenrl.algorithms.forward_process import ForwardProcessModule
 from digenrl.averaging import NoUpdates
 from digenrl.functional import mean_square, pair_preference_loss, preference_pairs
@@ -89,6 +89,7 @@ class OnlineDPO(ForwardProcessModule):
         )
         self._check_advantages_are_an_order()
         check_beta(beta, "how sharp a preference is")
+        check_guidance_is_used(self, self.guidance_scale)
         if timestep_density not in ("logit_normal", "uniform"):
             raise ValueError(f"`timestep_density` must be logit_normal or uniform, got {timestep_density!r}.")
         self.beta = beta

@@ -9,7 +9,12 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from digenrl.algorithms.checks import check_clip_range
+from digenrl.algorithms.checks import (
+    check_clip_range,
+    check_guidance_is_used,
+    check_has_effect,
+    check_schedule,
+)
 from digenrl.diffusion import DanceSDE, FlowCPS, FlowSDE, Kernel, KernelStep, WanLinearSDE, Window
 from digenrl.functional import clipped_surrogate
 from digenrl.module import DiffusionRLModule
@@ -67,6 +72,11 @@ class ReverseProcessModule(DiffusionRLModule):
             ValueError: a setting outside its bounds.
         """
         super().__init__(policy, reward, **settings)
+        check_schedule(self)
+        if type(self).guidance_scales is DiffusionRLModule.guidance_scales:  # a subclass may have more of them
+            check_guidance_is_used(self, self.guidance_scale)
+        if self.guidance_scale == 1:
+            check_has_effect("`guidance_scale` 1", train_guidance=(train_guidance, True))
         if kernel not in get_args(KernelName):
             raise ValueError(f"`kernel` must be one of {', '.join(get_args(KernelName))}, got {kernel!r}.")
         if kernel == "wan" and self.num_steps < 2:

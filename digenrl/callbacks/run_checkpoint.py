@@ -30,6 +30,17 @@ class RunCheckpoint(ModelCheckpoint):
             raise ValueError(f"`every_n_steps` is a count and must be at least 1, got {every_n_steps}.")
         super().__init__(filename="{step}", every_n_train_steps=every_n_steps, save_top_k=keep)
         self._keeps_one = keep == 1
+        self._has_begun = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find the folder; what fails before training begins leaves nothing that is worth a checkpoint."""
+        super().setup(trainer, pl_module, stage)
+        self._has_begun = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note that weights are built and all state is restored."""
+        super().on_train_start(trainer, pl_module)
+        self._has_begun = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the final state."""
@@ -37,8 +48,10 @@ class RunCheckpoint(ModelCheckpoint):
         self._save_now(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Save what the last whole step has left."""
+        """Save what the last whole step has left; nothing if training had not begun."""
         super().on_exception(trainer, pl_module, exception)
+        if not self._has_begun:
+            return
         try:
             self._save_now(trainer)
         except WorkerError as error:

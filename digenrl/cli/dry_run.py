@@ -35,7 +35,12 @@ from digenrl.cli.estimates import (
     weigh,
 )
 from digenrl.cli.input_errors import INPUT_ERRORS
-from digenrl.cli.published_models import PUBLISHED, fetch_configurations, write_published
+from digenrl.cli.published_models import (
+    PUBLISHED,
+    copy_configurations,
+    fetch_configurations,
+    write_published,
+)
 from digenrl.data import PromptData
 from digenrl.module import DiffusionRLModule
 from digenrl.policies import DiffusionPolicy
@@ -105,16 +110,20 @@ def with_published_model(config: dict[str, Any]) -> Iterator[tuple[dict[str, Any
         FileNotFoundError: `path` is neither a pipeline's folder nor an id of the hub.
     """
     settings = _policy_settings(config)
-    path = settings.get("path")
-    if not isinstance(path, str) or not _is_of_pipeline(config) or PipelineFiles(path).are_here:
+    path, revision = settings.get("path"), settings.get("revision")
+    if not isinstance(path, str) or not _is_of_pipeline(config) or Path(path).is_dir():
         yield config, []
         return
     with TemporaryDirectory(prefix="digenrl-dry-run-") as folder:
-        if path in PUBLISHED:
+        downloaded = _downloaded_folder(path, revision)
+        if downloaded is not None:  # in part, it may be: to build the policy as it is would fetch the rest
+            copy_configurations(downloaded, Path(folder))
+            note = f"Sizes of `{path}` are those that were downloaded before; nothing was downloaded."
+        elif path in PUBLISHED:
             write_published(path, Path(folder))
             note = f"Sizes of `{path}` are those that digenrl knows of it; nothing was downloaded."
         else:
-            fetch_configurations(path, settings.get("revision"), Path(folder))
+            fetch_configurations(path, revision, Path(folder))
             note = f"Of `{path}` the configurations alone were asked of the hub."
         changed = deepcopy(config)
         _policy_settings(changed)["path"] = folder
@@ -205,13 +214,17 @@ def build_on_meta(policy: DiffusionPolicy) -> None:
 
 
 def trace_policy(policy: DiffusionPolicy, texts: list[str], *, bf16: bool) -> ForwardCosts:
-    """Trace a forward: of the transformer where it is one that inputs are known for, and else of the whole policy."""
-    transformer = find_transformer(policy)
+    """Trace a forward: of the transformer where it is one that inputs are known for, and else of the whole policy.
+
+    A policy that defines `example_condition` is traced whole with that.
+    """
+    has_example = type(policy).example_condition is not DiffusionPolicy.example_condition
+    transformer = None if has_example else find_transformer(policy)
 
     def call(num_rows: int) -> Tensor:
         if transformer is not None:
             return call_transformer(transformer, policy, num_rows)
-        condition = policy.encode([texts[row % len(texts)] for row in range(num_rows)])
+        condition = policy.example_condition([texts[row % len(texts)] for row in range(num_rows)])
         latents = torch.zeros(num_rows, *policy.latent_shape)
         velocity: Tensor = policy(latents, torch.full((num_rows,), 0.5), condition)
         return velocity
@@ -229,6 +242,22 @@ class _EverythingOnMeta(TorchFunctionMode):
         if kwargs.get("device") is not None:
             kwargs["device"] = "meta"
         return func(*args, **kwargs)
+
+
+def _downloaded_folder(path: str, revision: str | None) -> Path | None:
+    """Give the folder of a repository that was downloaded before; None if it was not.
+
+    Raises:
+        FileNotFoundError: `path` is no id of the hub; or it is not here, digenrl does not know its sizes, and the hub
+            is not to be asked.
+    """
+    try:
+        files = PipelineFiles(path, revision)
+    except FileNotFoundError:
+        if path in PUBLISHED:
+            return None
+        raise
+    return files.folder if files.are_here else None
 
 
 def _policy_settings(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from digenrl.cli.estimates import GIB, PolicyCalls
+from digenrl.policies import PipelinePolicy
 from digenrl.scheduling.simulate import SimulatedSpan, SimulationResult
 from digenrl.strategies.memory_estimate import total_bytes
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from digenrl.cli.dry_run import DryRun
 
 _MIN_WIDTH = 120  # where the output is not a terminal
+_MAX_SIGMAS = 12  # that are printed one by one
 _BAR = 72  # characters of the timeline
 _MARKS = {"generate": "g", "score": "s", "update": "u", "assist": "a", "optimizer": "o", "sync": "~", "switch": "x"}
 
@@ -36,7 +38,7 @@ def report(found: DryRun) -> None:
     )
     for table in (_parameters(found), _memory(found)):
         console.print(table)
-    for line in (*_micro_batches(found), *_times(found)):
+    for line in (*_micro_batches(found), *_schedule(found), *_times(found)):
         console.print(line, highlight=False, markup=False)
     for note in (*_memory_notes(found), *found.notes):
         console.print(f"- {note}", style="dim", highlight=False, markup=False)
@@ -93,6 +95,18 @@ def _micro_batches(found: DryRun) -> Iterator[str]:
         f"Trained: {_count(shape.trainer_samples, 'sample')} a trainer at {_count(shape.num_timesteps, 'timestep')}, "
         f"{shape.timesteps_at_once} at a time{chosen}: {_count(rows, 'row')} in a forward and backward{guided}."
     )
+
+
+def _schedule(found: DryRun) -> Iterator[str]:
+    """Say at which noise levels the policy of a pipeline is asked in rollouts and trained."""
+    policy = found.module.policy
+    if not isinstance(policy, PipelinePolicy):
+        return
+    sigmas = [f"{sigma:.3f}" for sigma in policy.sigmas(found.module.num_steps).tolist()]
+    shown = sigmas if len(sigmas) <= _MAX_SIGMAS else [*sigmas[:3], "...", *sigmas[-3:]]
+    name = policy.schedule if isinstance(policy.schedule, str) else "list"
+    shift = "" if policy.schedule_shift is None else f", shift {policy.schedule_shift:g}"
+    yield f"Sigmas of a rollout: {', '.join(shown)} (`schedule` {name}{shift})."
 
 
 def _times(found: DryRun) -> Iterator[str]:

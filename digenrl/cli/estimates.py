@@ -132,7 +132,7 @@ class PolicyCalls:
     """How often the policy is asked for a sample."""
 
     rollout_rows: int
-    """Rows of a forward for a sample: two with classifier-free guidance."""
+    """Rows of a denoising step for a sample: two with classifier-free guidance."""
     trained_rows: int
     reference_rows: int
     """Rows without gradient for a trained row's sample."""
@@ -145,11 +145,13 @@ class PolicyCalls:
         is_forward = isinstance(module, ForwardProcessModule)
         reference_guided = 2 if getattr(module, "reference_guidance_scale", 1.0) != 1 else 1
         references = [name for name in module._schedules if name not in _AVERAGES]
+        trained_rows = 1 if is_forward or not module.train_guidance else guided
         return cls(
-            rollout_rows=guided,
-            trained_rows=1 if is_forward or not getattr(module, "train_guidance", True) else guided,
+            # Where the policy is trained without the guidance of rollouts, these score their steps without it, too.
+            rollout_rows=guided if is_forward or module.train_guidance or guided == 1 else guided + 1,
+            trained_rows=trained_rows,
             reference_rows=sum(
-                (reference_guided if name == "reference" else 1) if is_forward else guided for name in references
+                (reference_guided if name == "reference" else 1) if is_forward else trained_rows for name in references
             ),
             num_steps=module.num_steps,
         )

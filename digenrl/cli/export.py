@@ -138,6 +138,8 @@ def _read_request(flags: Mapping[str, Any], switches: set[str]) -> Request:
     except SettingError as error:
         raise UsageError(f"`--checkpoint` {error.problem}") from error
     output = Path(flags["output"])
+    if not output.name:  # it is made under another name, and renamed once all is well
+        raise UsageError(f"`--output` must be a folder with a name, got {show(flags['output'])}.")
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise UsageError(f"`--output` must be an empty folder, or none yet, and `{output}` has something in it.")
     return Request(

@@ -13,6 +13,7 @@ import yaml  # type: ignore[import-untyped]
 import digenrl
 from digenrl.policies import DiffusionPolicy, PipelinePolicy
 from digenrl.policies.export import Exported
+from digenrl.policies.image_prompts import ImagePromptPolicy
 from digenrl.policies.pipeline_files import may_be_on_the_hub
 from digenrl.policies.video import VideoPipelinePolicy
 
@@ -93,7 +94,8 @@ def _header(policy: DiffusionPolicy, exported: Exported, recipe: Recipe) -> str:
     relation = "adapter" if exported.form == "lora" else "finetune"
     base = _base_of(policy, recipe)
     is_pipeline = isinstance(policy, PipelinePolicy)
-    task = "text-to-video" if isinstance(policy, VideoPipelinePolicy) else "text-to-image" if is_pipeline else None
+    source = "image" if isinstance(policy, ImagePromptPolicy) else "text"
+    task = f"{source}-to-{'video' if isinstance(policy, VideoPipelinePolicy) else 'image'}" if is_pipeline else None
     data = ModelCardData(
         base_model=base,
         base_model_relation=None if base is None else relation,

@@ -203,7 +203,16 @@ def fetch_configurations(name: str, revision: str | None, folder: Path) -> None:
             f"`path` {name!r} is no folder here and cannot be had from the hub ({reason}): give the folder of a "
             f"download; without either a dry run knows {', '.join(PUBLISHED)}."
         ) from error
-    shutil.copytree(snapshot, folder, dirs_exist_ok=True)
+    copy_configurations(Path(snapshot), folder)
+
+
+def copy_configurations(source: Path, folder: Path) -> None:
+    """Copy a pipeline's configurations, and none of the weights that may be beside them."""
+
+    def others(parent: str, names: list[str]) -> list[str]:
+        return [name for name in names if not name.endswith(".json") and not (Path(parent) / name).is_dir()]
+
+    shutil.copytree(source, folder, ignore=others, dirs_exist_ok=True)
     _add_empty_indices(folder)
 
 

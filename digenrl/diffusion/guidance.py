@@ -11,7 +11,7 @@ from torch import Tensor
 def classifier_free_guidance(
     conditional: Tensor,
     unconditional: Tensor,
-    scale: float,
+    scale: float | Tensor,
     *,
     rescale: Literal["none", "norm"] = "none",
     detach_unconditional: bool = False,
@@ -23,7 +23,7 @@ def classifier_free_guidance(
     Args:
         conditional: [N, ...] velocity given the prompt.
         unconditional: [N, ...] velocity given the empty or the negative prompt.
-        scale: how far to go; published runs have 1 to 5.
+        scale: how far to go, a number or one that broadcasts over the velocities; published runs have 1 to 5.
         rescale: `"norm"` gives each vector along the last axis the norm of the conditional one, as Qwen-Image
             does; a vector that is 0 stays 0.
         detach_unconditional: whether to send no gradient into the unconditional velocity, as DGPO's code does

@@ -58,7 +58,10 @@ class Rollouts(WeightCopies):
                 conditional, unconditional = halves.chunk(2)
             else:
                 conditional, unconditional = policy(latents, sigma, alone), policy(latents, sigma, empty)
-            return classifier_free_guidance(conditional, unconditional, factor, rescale=self.guidance_rescale)
+            scales = self.policy.guidance_scale_at(factor, sigma)
+            if isinstance(scales, Tensor):
+                scales = scales.reshape(-1, *[1] * (conditional.ndim - 1))
+            return classifier_free_guidance(conditional, unconditional, scales, rescale=self.guidance_rescale)
 
         return velocity
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from digenrl.policies.embeddings import fingerprint_files
 from digenrl.policies.pipeline_files import PipelineFiles
 
 TextEncoders = Literal["free", "offload", "keep"]
@@ -59,6 +61,30 @@ class TextEncoding:
                     encoder.give_back()
         if device.type == "cuda" and self.after != "keep":
             torch.cuda.empty_cache()
+
+    def fingerprint(self, settings: Mapping[str, Any], *, memo: Path) -> str:
+        """Hash all that embeddings depend on but the prompt: files, libraries, and a policy's `settings`.
+
+        Args:
+            settings: that JSON can hold.
+            memo: see `fingerprint_files`.
+        """
+        import diffusers
+        import transformers
+
+        index = self._files.config("")
+        whole = {
+            "pipeline": index["_class_name"],
+            "dtype": str(self._dtype),
+            "diffusers": diffusers.__version__,
+            "transformers": transformers.__version__,
+            **settings,
+        }
+        # Whatever a pipeline calls what encodes texts; its scheduler is loaded with it, and encodes nothing.
+        others = (*self._absent, "scheduler")
+        parts = [name for name, entry in index.items() if isinstance(entry, list) and name not in others]
+        files = [path for part in parts for path in (self._files.folder / part).rglob("*") if path.is_file()]
+        return fingerprint_files(files, whole, memo=memo)
 
     def _load(self) -> Pipeline:
         import diffusers

@@ -8,9 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from digenrl.policies.checks import check_embedded_guidance, check_multiple
 from digenrl.policies.components import Pipeline
 from digenrl.policies.embeddings import Embedding
-from digenrl.policies.pipeline import PipelinePolicy, check_embedded_guidance, check_multiple, vae_factor
+from digenrl.policies.pipeline import PipelinePolicy
+from digenrl.policies.pipeline_files import vae_factor
 from digenrl.types import Condition
 
 
@@ -109,7 +111,7 @@ class FluxPolicy(PipelinePolicy):
         unpacked = latents.unflatten(1, (self._rows, self._columns)).unflatten(-1, (-1, 2, 2))
         return super()._unscale(unpacked.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3), vae)
 
-    def sigmas(self, num_steps: int) -> Tensor:
+    def pipeline_sigmas(self, num_steps: int) -> Tensor:
         """Give the pipeline's schedule [num_steps + 1], whose shift grows with the size of the sample."""
         return self.flow_match_schedule(num_steps, sequence_length=self.latent_shape[0])
 

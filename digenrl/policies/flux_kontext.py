@@ -10,11 +10,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from digenrl.policies.checks import check_multiple
 from digenrl.policies.embeddings import Embedding
 from digenrl.policies.flux import FluxCondition, FluxPolicy, image_places
 from digenrl.policies.image_prompts import ImagePromptPolicy
 from digenrl.policies.images import to_pixels
-from digenrl.policies.pipeline import check_multiple, vae_factor
+from digenrl.policies.pipeline_files import vae_factor
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,12 @@ class FluxKontextPolicy(FluxPolicy, ImagePromptPolicy):
     image_fields = ("image_latents",)
 
     def _read_sizes(self) -> tuple[int, ...]:
+        latent_shape = super()._read_sizes()  # first: an image has the sizes of media unless it is given others
         factor = 2 * vae_factor(self.files)
         for name, value in {"image_height": self.image_height, "image_width": self.image_width}.items():
             check_multiple(name, value, factor)
         self._image_rows, self._image_columns = self.image_height // factor, self.image_width // factor
-        return super()._read_sizes()
+        return latent_shape
 
     def _image_counts(self) -> Collection[int]:
         return (0, 1)

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from digenrl.policies.checks import check_embedded_guidance
 from digenrl.policies.components import Pipeline
 from digenrl.policies.embeddings import Embedding
-from digenrl.policies.pipeline import check_embedded_guidance
 from digenrl.policies.video import VideoPipelinePolicy
 from digenrl.types import Condition
 
@@ -124,10 +124,6 @@ class HunyuanVideoPolicy(VideoPipelinePolicy):
         )[0]
         return velocity
 
-    def _unscale(self, latents: Tensor, vae: Any) -> Tensor:
-        unscaled: Tensor = latents / vae.config.scaling_factor
-        return unscaled
-
-    def sigmas(self, num_steps: int) -> Tensor:
+    def pipeline_sigmas(self, num_steps: int) -> Tensor:
         """Give the pipeline's schedule [num_steps + 1]: even steps, bent by the scheduler's shift."""
         return self.flow_match_schedule(num_steps, sequence_length=self._num_tokens)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from digenrl.types import Prompt
 
 _MAX_STRETCH = 1.05
 """By how much an image may be stretched in one direction: the sizes of FLUX Kontext lie about as far apart."""
+_MORE_THAN_8_BITS = ("I", "F")  # modes of Pillow
 _ORIENTATION, _FIRST_ON_ITS_SIDE = 0x0112, 5  # of EXIF
 
 
@@ -33,7 +36,7 @@ def check_image(path: str, height: int, width: int, *, crop: bool) -> None:
         crop: whether it may be of any shape.
 
     Raises:
-        ValueError: it is not there, no image, or would be stretched by more than 5 %.
+        ValueError: it is not there, no image of 8 bits a channel, or would be stretched by more than 5 %.
     """
     with _opened(path) as image:
         columns, rows = image.size
@@ -70,10 +73,18 @@ def to_pixels(image: Image.Image, height: int, width: int) -> Tensor:
     return 2 * torch.from_numpy(levels).permute(2, 0, 1)[None] - 1
 
 
-def _opened(path: str) -> Image.Image:
+@contextmanager
+def _opened(path: str) -> Iterator[Image.Image]:
+    """Open an image of 8 bits a channel, and name it in whatever goes wrong with it, as far as it is read inside."""
     try:
-        return Image.open(path)
+        with Image.open(path) as image:
+            if image.mode.startswith(_MORE_THAN_8_BITS):
+                raise ValueError(
+                    f"image `{path}` has more than 8 bits a channel ({image.mode}), which would be cut off and not "
+                    "scaled: save it with 8."
+                )
+            yield image
     except FileNotFoundError as error:
         raise ValueError(f"image `{path}` is not there; relative paths begin at {Path.cwd()}.") from error
-    except (UnidentifiedImageError, OSError) as error:
+    except OSError as error:
         raise ValueError(f"`{path}` cannot be read as an image: {error}.") from error

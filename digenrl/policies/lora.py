@@ -18,6 +18,8 @@ LoRAInit = Literal["gaussian", "kaiming"]
 """How the first factor is drawn; the second is 0, so the policy starts as the base model."""
 
 ADAPTER = "default"
+_SCALES = ("use_rslora", "alpha_pattern")
+"""Settings of peft that change the scale of an adapter, of all layers or of some."""
 
 
 @dataclass(frozen=True)
@@ -145,26 +147,44 @@ class StoredAdapter:
     def read(cls, pipeline_class: Any, path: str, part: str) -> StoredAdapter:
         """Read an adapter of a pipeline's `part`, in any format that diffusers reads.
 
+        Args:
+            pipeline_class: of diffusers.
+            path: of its file or folder.
+            part: what the names of layers begin with.
+
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it has no layer of `part`, or layers of several ranks.
+            ValueError: it has no layer of `part`, or others, or layers of several ranks or scales.
         """
         try:
-            state, metadata = pipeline_class.lora_state_dict(path, return_lora_metadata=True)[:2]
+            state, *others = pipeline_class.lora_state_dict(path, return_alphas=True, return_lora_metadata=True)
         except OSError as error:
             reason = str(error).strip().splitlines()[0]
             raise FileNotFoundError(f"`adapter` {path!r} is not a LoRA that diffusers can read: {reason}") from error
+        # Some classes of pipelines keep the alphas among the weights, others give them apart.
+        apart, noted = (others[0] if len(others) > 1 else None) or {}, others[-1] or {}
         prefix = f"{part}."
-        weights = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-        alphas = {float(value) for key, value in weights.items() if key.endswith(".alpha")}
-        weights = {key: value for key, value in weights.items() if not key.endswith(".alpha")}
+        strangers = [key for key in (*state, *apart) if not key.startswith(prefix)]
+        if strangers:
+            raise ValueError(
+                f"`adapter` {path!r} must have layers of `{part}` only, which alone is trained, got {len(strangers)} "
+                f"others ({_few(strangers)}): leave these out, or merge the adapter into the pipeline."
+            )
+        scaled = [entry for entry in _SCALES if noted.get(f"{prefix}{entry}")]
+        if scaled:
+            raise ValueError(
+                f"`adapter` {path!r} must have one scale, alpha over rank, for all layers, and was saved with "
+                f"{', '.join(scaled)}: merge it into the pipeline, or save it without."
+            )
+        entries = {key.removeprefix(prefix): value for key, value in {**state, **apart}.items()}
+        alphas = {float(value) for key, value in entries.items() if key.endswith(".alpha")}
+        weights = {key: value for key, value in entries.items() if not key.endswith(".alpha")}
         ranks = {value.shape[0] for key, value in weights.items() if ".lora_A." in key}
         if len(ranks) != 1 or len(alphas) > 1:
             raise ValueError(
                 f"`adapter` {path!r} must have layers of one rank and one alpha in `{part}`, got ranks "
                 f"{sorted(ranks)} and alphas {sorted(alphas)}."
             )
-        noted = (metadata or {}).get(f"{part}.lora_alpha")
-        alpha = float(noted) if noted is not None else next(iter(alphas), None)
+        alpha = float(noted[f"{prefix}lora_alpha"]) if f"{prefix}lora_alpha" in noted else next(iter(alphas), None)
         targets = tuple(dict.fromkeys(key.split(".lora_")[0] for key in weights))
         return cls(ranks.pop(), alpha, targets, weights)

@@ -12,11 +12,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from digenrl.policies.checks import check_adapter_settings, check_choice, check_is_there
 from digenrl.policies.components import Decoding, Pipeline, TextEncoders, TextEncoding, to_media
-from digenrl.policies.embeddings import Embedding, EmbeddingCache, fingerprint_files
+from digenrl.policies.embeddings import Embedding, EmbeddingCache
 from digenrl.policies.lora import LoRAInit, LoRASettings, StoredAdapter, add_lora
-from digenrl.policies.pipeline_files import PipelineFiles, may_be_on_the_hub
-from digenrl.policies.pipeline_schedule import flow_match_schedule
+from digenrl.policies.pipeline_files import PipelineFiles
+from digenrl.policies.pipeline_schedule import Schedule, check_schedule, chosen_schedule, flow_match_schedule
 from digenrl.policies.pipeline_transformer import make_transformer, stored_transformer
 from digenrl.policies.policy import DiffusionPolicy
 from digenrl.policies.stored_tensors import StoredTensor
@@ -25,6 +26,7 @@ from digenrl.types import Condition, Prompt, PromptBatch
 DType = Literal["bfloat16", "float32"]
 
 _NEGATIVE = "negative_prompt"
+_LORA_INIT: LoRAInit = "gaussian"
 _DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _FAMILIES: dict[str, type[PipelinePolicy]] = {}
 """By the class name in `model_index.json`."""
@@ -38,7 +40,7 @@ class PipelinePolicy(DiffusionPolicy):
     checkpoint either: they are read from the pipeline's files again.
 
     A family names its `pipeline_classes`, which registers it, and defines `_read_sizes`, `_encode_one`, `velocity` and
-    `sigmas`; `StableDiffusion3Policy` is a short one.
+    `pipeline_sigmas`; `StableDiffusion3Policy` is a short one.
     """
 
     pipeline_classes: ClassVar[tuple[str, ...]] = ()
@@ -68,10 +70,12 @@ class PipelinePolicy(DiffusionPolicy):
         width: int = 512,
         max_sequence_length: int = 256,
         negative_prompt: str = "",
+        schedule: Schedule = "pipeline",
+        schedule_shift: float | None = None,
         lora_rank: int | None = None,
         lora_alpha: float | None = None,
         lora_targets: Sequence[str] | str | None = None,
-        lora_init: LoRAInit = "gaussian",
+        lora_init: LoRAInit = _LORA_INIT,
         adapter: str | None = None,
         dtype: DType = "bfloat16",
         embedding_cache: str | None = None,
@@ -90,6 +94,10 @@ class PipelinePolicy(DiffusionPolicy):
             max_sequence_length: tokens that a prompt is padded or cut to.
             negative_prompt: what classifier-free guidance leads away from, unless a prompt has a `negative_prompt` of
                 its own in its metadata.
+            schedule: noise levels of rollouts, of training and of validation: `"pipeline"` has those of the pipeline's
+                own scheduler, `"dance"` DanceGRPO's (`dance_sigmas`), `"dpm"` DGPO's and DiffusionNFT's (`dpm_sigmas`);
+                a list has sigmas as they are, of one number of steps, and falls from at most 1 to 0.
+            schedule_shift: of `"dance"` and `"dpm"`, which need one.
             lora_rank: of the adapter that is trained; None trains all weights of the transformer, or, with `adapter`,
                 takes that one's.
             lora_alpha: the adapter is scaled by this over the rank; None is twice the rank, or the `adapter`'s.
@@ -114,22 +122,21 @@ class PipelinePolicy(DiffusionPolicy):
         for name, value in {"height": height, "width": width, "max_sequence_length": max_sequence_length}.items():
             if value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}.")
-        for name, given, known in (
-            ("dtype", dtype, tuple(_DTYPES)),
-            ("text_encoders", text_encoders, ("free", "offload", "keep")),
-        ):
-            if given not in known:
-                raise ValueError(f"`{name}` must be {', '.join(known[:-1])} or {known[-1]}, got {given!r}.")
-        if lora_rank is None and adapter is None and (lora_alpha is not None or lora_targets is not None):
-            raise ValueError(
-                "`lora_alpha` and `lora_targets` need a `lora_rank`: without one, all weights are trained."
-            )
-        if adapter is not None and not Path(adapter).exists() and not may_be_on_the_hub(adapter):
-            raise FileNotFoundError(
-                f"`adapter` {adapter!r} is not there: give the file or folder of a LoRA, or a hub id."
-            )
+        check_choice("dtype", dtype, tuple(_DTYPES))
+        check_choice("text_encoders", text_encoders, ("free", "offload", "keep"))
+        check_schedule(schedule, schedule_shift)
+        check_adapter_settings(
+            rank=lora_rank,
+            alpha=lora_alpha,
+            targets=lora_targets,
+            init=lora_init,
+            default_init=_LORA_INIT,
+            adapter=adapter,
+        )
+        check_is_there("adapter", adapter)
         self.path, self.height, self.width = path, height, width
         self.max_sequence_length, self.negative_prompt = max_sequence_length, negative_prompt
+        self.schedule, self.schedule_shift = schedule, schedule_shift
         self.adapter = adapter
         self.dtype: torch.dtype = _DTYPES[dtype]
         self.lora: LoRASettings | None = None
@@ -154,9 +161,10 @@ class PipelinePolicy(DiffusionPolicy):
         self.register_load_state_dict_post_hook(_excuse_stored)
 
     def _finish_init(self) -> None:
-        """Check the sizes if the pipeline's configuration is here; the last line of a family's constructor."""
+        """Check sizes and schedule if the pipeline's configuration is here; the last line of a family's constructor."""
         if self.files.are_here:
             self._read_configs()
+            self._check_scheduler()
 
     @property
     def latent_shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -196,6 +204,14 @@ class PipelinePolicy(DiffusionPolicy):
     def _encode_one(self, pipeline: Pipeline, prompt: str, device: torch.device) -> Embedding:
         """Encode a prompt with the pipeline's own methods, padded to `max_sequence_length`: [1, ...] each."""
 
+    @abstractmethod
+    def pipeline_sigmas(self, num_steps: int) -> Tensor:
+        """Give the schedule [num_steps + 1] of the pipeline's own scheduler, from `self.files.config` of the parts.
+
+        Raises:
+            ValueError: there is no formula for it.
+        """
+
     def _encoding_settings(self) -> Mapping[str, Any]:
         """Give further settings that embeddings depend on."""
         return {}
@@ -203,29 +219,37 @@ class PipelinePolicy(DiffusionPolicy):
     def _unscale(self, latents: Tensor, vae: Any) -> Tensor:
         """Turn latents of the policy into those of the VAE."""
         config = vae.config
-        unscaled: Tensor = latents / config.scaling_factor + (config.shift_factor or 0.0)
+        unscaled: Tensor = latents / config.scaling_factor + (getattr(config, "shift_factor", None) or 0.0)
         return unscaled
 
     # ---- building ------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Fetch a repository from the hub, once, before workers want it, and check the sizes.
+        """Fetch a repository from the hub, once, before workers want it, and check the sizes, schedule and adapters.
 
         Raises:
             FileNotFoundError: it is not here and cannot be fetched.
-            ValueError: the sizes do not suit the model.
+            ValueError: the sizes or an adapter do not suit the model, or its scheduler has no formula.
         """
         self.files.fetch()
         self._read_configs()
+        self._check_scheduler()
+        if self._lora_settings[2] is not None or any(self._adapter_of(part)[0] for part in self.transformers):
+            with torch.random.fork_rng(devices=[]):
+                for part in self.transformers:
+                    self._make(part)
 
     def build(self) -> None:
         """Make the transformer without weights: `stored_weights` says where those are; an adapter gets its own."""
-        self.prepare()
+        self.files.fetch()
+        self._read_configs()
         for part in self.transformers:
-            adapt = partial(self._add_adapter, part)
-            made = make_transformer(self.files, part, adapt=adapt, frozen_dtype=self.dtype)
-            self.add_module(part, made)
+            self.add_module(part, self._make(part))
         self._is_made = True
+
+    def _make(self, part: str) -> nn.Module:
+        adapt = partial(self._add_adapter, part)
+        return make_transformer(self.files, part, adapt=adapt, frozen_dtype=self.dtype)
 
     def _read_configs(self) -> None:
         index = self.files.config("")
@@ -235,6 +259,10 @@ class PipelinePolicy(DiffusionPolicy):
                 f"{index['_class_name']}; `DiffusionPolicy.from_pretrained` finds the class for it."
             )
         self._latent_shape = self._read_sizes()
+
+    def _check_scheduler(self) -> None:
+        if self.schedule == "pipeline":
+            self.sigmas(2)
 
     def _add_adapter(self, part: str, model: nn.Module) -> None:
         """Put the adapter into a transformer, if there is one; what is to stay as it is must not require a gradient."""
@@ -354,27 +382,36 @@ class PipelinePolicy(DiffusionPolicy):
             return to_media(vae.decode(self._unscale(latents.float(), vae), return_dict=False)[0])
 
     def _fingerprint(self) -> str:
-        """Hash what embeddings are made with."""
-        import diffusers
-        import transformers
-
         device = self.device.type
         if device not in self._fingerprints:
             assert self._embedding_cache is not None, "asked for where there is a folder"
-            folder = self.files.folder
-            parts = [entry for entry in folder.iterdir() if entry.name.startswith(("text_encoder", "tokenizer"))]
             settings = {
-                "pipeline": self.files.config("")["_class_name"],
-                "dtype": str(self.dtype),
                 "max_sequence_length": self.max_sequence_length,
                 "device": device,
-                "diffusers": diffusers.__version__,
-                "transformers": transformers.__version__,
                 **self._encoding_settings(),
             }
-            files = [path for part in parts for path in part.rglob("*") if path.is_file()]
-            self._fingerprints[device] = fingerprint_files(files, settings, memo=Path(self._embedding_cache))
+            memo = Path(self._embedding_cache)
+            self._fingerprints[device] = self._text_encoding.fingerprint(settings, memo=memo)
         return self._fingerprints[device]
+
+    def sigmas(self, num_steps: int) -> Tensor:
+        """Give the schedule [num_steps + 1]: the pipeline's own, or the one that `schedule` asks for.
+
+        Raises:
+            ValueError: it lists sigmas of another number of steps.
+        """
+        if self.schedule == "pipeline":
+            return self.pipeline_sigmas(num_steps)
+        return chosen_schedule(self.schedule, self.schedule_shift, num_steps)
+
+    def check_steps(self, num_steps: int) -> None:
+        """Check that there is a schedule of so many steps, as far as the pipeline's configuration is here.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.files.are_here or self.schedule != "pipeline":
+            self.sigmas(num_steps)
 
     def flow_match_schedule(self, num_steps: int, *, sequence_length: int, double_shift: bool = False) -> Tensor:
         """Give the schedule of the pipeline's own scheduler, [num_steps + 1]; see `pipeline_schedule`."""
@@ -391,22 +428,11 @@ def find_family(pipeline_class: str | None) -> type[PipelinePolicy]:
     """
     if pipeline_class not in _FAMILIES:
         raise ValueError(
-            f"no policy is known for a {pipeline_class}, only for {', '.join(sorted(_FAMILIES))}: subclass "
-            "`PipelinePolicy` with its name in `pipeline_classes`, and import that before."
+            f"no policy is known for the pipeline class `{pipeline_class}`; known are {', '.join(sorted(_FAMILIES))}. "
+            "Subclass `PipelinePolicy` with its name in `pipeline_classes` and import that first, as "
+            "docs/guide/new_model.md shows."
         )
     return _FAMILIES[pipeline_class]
-
-
-def check_multiple(name: str, value: int, factor: int) -> None:
-    """Check a size in pixels.
-
-    Raises:
-        ValueError: it is not a multiple of what the VAE and the patches of the transformer make of one.
-    """
-    if value % factor:
-        below = value // factor * factor
-        nearest = f"{below} and {below + factor}" if below else str(factor)
-        raise ValueError(f"`{name}` must be a multiple of {factor} for this model, got {value}; near are {nearest}.")
 
 
 def _pipeline_class(files: PipelineFiles) -> Any:
@@ -430,25 +456,3 @@ def _excuse_stored(policy: nn.Module, incompatible: Any) -> None:
     incompatible.missing_keys[:] = [
         key for key in incompatible.missing_keys if key.removeprefix(prefix) not in untrained
     ]
-
-
-def vae_factor(files: PipelineFiles) -> int:
-    """Give the pixels along a side of a latent, for `AutoencoderKL`."""
-    return int(2 ** (len(files.config("vae")["block_out_channels"]) - 1))
-
-
-def check_embedded_guidance(guidance: float | None, is_told: bool, *, default: float) -> float | None:
-    """Give the guidance that a transformer is told, None if it is told none.
-
-    Raises:
-        ValueError: `guidance` is given and the model has no place for it, or is out of bounds.
-    """
-    if guidance is not None and not is_told:
-        raise ValueError(
-            f"`guidance` is for models that are told it, which this one is not: leave it out, got {guidance}."
-        )
-    if guidance is not None and not 0 <= guidance < float("inf"):
-        raise ValueError(f"`guidance` must be at least 0, got {guidance}.")
-    if not is_told:
-        return None
-    return default if guidance is None else guidance

@@ -126,6 +126,11 @@ class PipelineFiles:
         )
 
 
+def vae_factor(files: PipelineFiles) -> int:
+    """Give the pixels along a side of a latent, for `AutoencoderKL`."""
+    return int(2 ** (len(files.config("vae")["block_out_channels"]) - 1))
+
+
 def may_be_on_the_hub(path: str) -> bool:
     """Whether a path looks like `owner/name`."""
     parts = path.split("/")

@@ -49,6 +49,13 @@ class DiffusionPolicy(nn.Module, ABC):
         """Turn B rows of prompts into a condition: `encode` of their texts, unless a policy also reads metadata."""
         return self.encode(prompts.texts)
 
+    def example_condition(self, prompts: Sequence[str]) -> Condition:
+        """Give a condition of B rows with the shapes that `encode` gives, for a dry run, which builds without memory.
+
+        `encode` itself by default. Override it where that loads text encoders: its values have no meaning, so zeros do.
+        """
+        return self.encode(prompts)
+
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Check that prompts can be encoded; called before `build` and before anything is generated.
 
@@ -78,6 +85,10 @@ class DiffusionPolicy(nn.Module, ABC):
     def has_unconditional(self) -> bool:
         """Whether this policy defines `unconditional`."""
         return type(self).unconditional is not DiffusionPolicy.unconditional
+
+    def guidance_scale_at(self, scale: float, sigma: Tensor) -> float | Tensor:
+        """Give the scale of classifier-free guidance of rows at `sigma` [N]: for all `scale`, or [N] of their own."""
+        return scale
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:

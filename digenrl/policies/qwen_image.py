@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from digenrl.policies.checks import check_multiple
 from digenrl.policies.components import Pipeline
 from digenrl.policies.embeddings import Embedding
-from digenrl.policies.pipeline import PipelinePolicy, check_multiple
+from digenrl.policies.pipeline import PipelinePolicy
 from digenrl.types import Condition
 
 
@@ -123,6 +124,6 @@ class QwenImagePolicy(PipelinePolicy):
         """Decode final latents [B, S, 4C] to images [B, 3, H, W] in [0, 1]."""
         return super().decode(latents)[:, :, 0]
 
-    def sigmas(self, num_steps: int) -> Tensor:
+    def pipeline_sigmas(self, num_steps: int) -> Tensor:
         """Give the pipeline's schedule [num_steps + 1], whose shift grows with the size of the sample."""
         return self.flow_match_schedule(num_steps, sequence_length=self.latent_shape[0])

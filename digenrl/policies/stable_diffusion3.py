@@ -9,9 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from digenrl.policies.checks import check_multiple
 from digenrl.policies.components import Pipeline
 from digenrl.policies.embeddings import Embedding
-from digenrl.policies.pipeline import PipelinePolicy, check_multiple, vae_factor
+from digenrl.policies.pipeline import PipelinePolicy
+from digenrl.policies.pipeline_files import vae_factor
 from digenrl.types import Condition
 
 
@@ -91,7 +93,7 @@ class StableDiffusion3Policy(PipelinePolicy):
         )[0]
         return velocity
 
-    def sigmas(self, num_steps: int) -> Tensor:
+    def pipeline_sigmas(self, num_steps: int) -> Tensor:
         """Give the pipeline's schedule [num_steps + 1]; a fixed shift acts twice, as it does there."""
         channels, height, width = self.latent_shape
         patch = self.files.config("transformer")["patch_size"]

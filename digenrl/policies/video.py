@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from digenrl.policies.pipeline import PipelinePolicy, check_multiple
+from digenrl.policies.checks import check_multiple
+from digenrl.policies.pipeline import PipelinePolicy
 
 
 class VideoPipelinePolicy(PipelinePolicy):

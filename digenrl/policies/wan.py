@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from digenrl.diffusion.sigmas import unipc_sigmas
+from digenrl.policies.checks import check_is_there
 from digenrl.policies.components import Pipeline
 from digenrl.policies.embeddings import Embedding
 from digenrl.policies.pipeline_schedule import flow_match_schedule
@@ -38,8 +39,8 @@ class WanPolicy(VideoPipelinePolicy):
     """Wan 2.1 (1.3B and 14B) and 2.2 (5B, and A14B with two transformers).
 
     Wan 2.2 A14B has one transformer for high noise and one for low noise. Each row of a batch goes through the one for
-    its own noise level, so a batch may have rows of both. Classifier-free guidance has one scale for both, as the
-    pipeline has without a `guidance_scale_2`.
+    its own noise level, so a batch may have rows of both. The `guidance_scale` of the algorithm is for both, unless the
+    second has a `guidance_scale_2`.
 
     A step is given its timestep as it is, sigma times 1000, where the pipeline's solver cuts it to an integer.
     """
@@ -57,6 +58,7 @@ class WanPolicy(VideoPipelinePolicy):
         width: int = 832,
         max_sequence_length: int = 512,
         flow_shift: float | None = None,
+        guidance_scale_2: float | None = None,
         trained_transformers: Sequence[str] | None = None,
         adapter_2: str | None = None,
         **settings: Any,
@@ -69,14 +71,17 @@ class WanPolicy(VideoPipelinePolicy):
             height: of media, in pixels.
             width: of media, in pixels.
             max_sequence_length: tokens that a prompt is padded or cut to.
-            flow_shift: of the schedule, 3 for 480 rows and 5 for 720; None is the pipeline's.
+            flow_shift: of the pipeline's schedule, 3 for 480 rows and 5 for 720; None is the pipeline's.
+            guidance_scale_2: of classifier-free guidance where Wan 2.2 A14B's `"transformer_2"` computes, in place of
+                the algorithm's scale if that is above 1; None leaves that.
             trained_transformers: which of Wan 2.2 A14B's `"transformer"` (high noise) and `"transformer_2"` (low noise)
                 are trained; another stays as it is. None trains all that the model has.
             adapter_2: as `adapter`, for `"transformer_2"`: a file that diffusers loads with `load_into_transformer_2`.
             **settings: see there.
 
         Raises:
-            ValueError: a setting outside its bounds.
+            FileNotFoundError: `path` or an adapter is not there.
+            ValueError: a setting outside its bounds, or two that do not go together.
         """
         super().__init__(
             path,
@@ -88,7 +93,16 @@ class WanPolicy(VideoPipelinePolicy):
         )
         if flow_shift is not None and not 0 < flow_shift < math.inf:
             raise ValueError(f"`flow_shift` must be positive and finite, got {flow_shift}.")
+        if flow_shift is not None and self.schedule != "pipeline":
+            raise ValueError(
+                f"`flow_shift` is of the pipeline's own schedule, got {flow_shift} with another `schedule`: set "
+                "`schedule_shift` instead."
+            )
+        check_is_there("adapter_2", adapter_2)
+        if guidance_scale_2 is not None and not 1 <= guidance_scale_2 < math.inf:
+            raise ValueError(f"`guidance_scale_2` must be at least 1, which is no guidance, got {guidance_scale_2}.")
         self.flow_shift = flow_shift
+        self.guidance_scale_2 = guidance_scale_2
         self.trained_transformers = trained_transformers
         self.adapter_2 = adapter_2
         self._boundary: float | None = None
@@ -99,6 +113,10 @@ class WanPolicy(VideoPipelinePolicy):
         if index.get("boundary_ratio") is not None:
             self.transformers = ("transformer", "transformer_2")
             self._boundary = index["boundary_ratio"] * 1000
+        elif self.guidance_scale_2 is not None:
+            raise ValueError(
+                f"`guidance_scale_2` is for models with two transformers, got {self.guidance_scale_2}: leave it out."
+            )
         trained = self.transformers if self.trained_transformers is None else tuple(self.trained_transformers)
         if not trained or not set(trained) <= set(self.transformers):
             raise ValueError(
@@ -148,7 +166,7 @@ class WanPolicy(VideoPipelinePolicy):
         timestep = sigma.float() * 1000
         if self._boundary is None:
             return self._predict("transformer", latents, timestep, condition)
-        is_high = timestep >= self._boundary
+        is_high = self._is_high(sigma)
         places = torch.zeros_like(timestep, dtype=torch.int64)
         predictions, num_rows = [], 0
         for part, chosen in (("transformer", is_high), ("transformer_2", ~is_high)):
@@ -161,6 +179,16 @@ class WanPolicy(VideoPipelinePolicy):
             places = torch.where(chosen, num_rows + chosen.cumsum(0) - 1, places)
             num_rows += len(rows)
         return torch.cat(predictions)[places]
+
+    def guidance_scale_at(self, scale: float, sigma: Tensor) -> float | Tensor:
+        """Give the scale of rows at `sigma` [N]: `guidance_scale_2` for those of the second transformer."""
+        if self.guidance_scale_2 is None:
+            return scale
+        return torch.where(self._is_high(sigma), scale, self.guidance_scale_2)
+
+    def _is_high(self, sigma: Tensor) -> Tensor:
+        assert self._boundary is not None, "two transformers"
+        return sigma.float() * 1000 >= self._boundary
 
     @property
     def _is_shared(self) -> bool:
@@ -181,7 +209,7 @@ class WanPolicy(VideoPipelinePolicy):
         mean, std = (latents.new_tensor(value) for value in (vae.config.latents_mean, vae.config.latents_std))
         return latents * std.view(-1, 1, 1, 1) + mean.view(-1, 1, 1, 1)
 
-    def sigmas(self, num_steps: int) -> Tensor:
+    def pipeline_sigmas(self, num_steps: int) -> Tensor:
         """Give the schedule [num_steps + 1] of the pipeline's UniPC solver, or of Euler's if it has that.
 
         Raises:
@@ -193,9 +221,11 @@ class WanPolicy(VideoPipelinePolicy):
             euler = config if self.flow_shift is None else {**config, "shift": self.flow_shift}
             return flow_match_schedule(euler, num_steps, sequence_length=1, double_shift=True)
         unknown = [entry for entry in _OTHER_SCHEDULES if config.get(entry)]
+        if config.get("final_sigmas_type", "zero") != "zero":
+            unknown.append("final_sigmas_type")
         if unknown or name != "UniPCMultistepScheduler" or not config.get("use_flow_sigmas"):
             raise ValueError(
                 f"the scheduler of {self.path!r} is a {name} with {', '.join(unknown) or 'no schedule of a flow'}, "
-                "which `WanPolicy` has no schedule for: override `sigmas`, or give the pipeline Wan's UniPC scheduler."
+                "which `WanPolicy` has no schedule for: set `schedule`, or give the pipeline Wan's UniPC scheduler."
             )
         return unipc_sigmas(num_steps, shift=self.flow_shift or config.get("flow_shift", 1.0))

@@ -14,6 +14,7 @@ from digenrl.policies.embeddings import Embedding
 from digenrl.policies.image_prompts import ImagePromptPolicy
 from digenrl.policies.images import to_pixels
 from digenrl.policies.wan import WanCondition, WanPolicy
+from digenrl.types import Prompt
 
 _NUM_TEXT_TOKENS = 512  # that the transformer takes the last of its states for, where it has an image's as well
 
@@ -60,12 +61,20 @@ class WanImageToVideoPolicy(WanPolicy, ImagePromptPolicy):
                 f"`max_sequence_length` must be {_NUM_TEXT_TOKENS} for Wan 2.1 with images, got "
                 f"{self.max_sequence_length}."
             )
-        if self._image_dim is not None and self._text_encoding.after == "free":
+        return (channels, *super()._read_sizes()[1:])
+
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Check the images of prompts, and that what encodes them stays in memory.
+
+        Raises:
+            ValueError: it is not so.
+        """
+        super().check_prompts(prompts)
+        if prompts and self.num_image_tokens and self._text_encoding.after == "free":
             raise ValueError(
                 "`text_encoders` must be offload or keep for Wan 2.1 with images, got free: they would be loaded for "
                 "each new image."
             )
-        return (channels, *super()._read_sizes()[1:])
 
     def _image_counts(self) -> Collection[int]:
         if not self.files.are_here or self._image_dim is None:
@@ -75,7 +84,7 @@ class WanImageToVideoPolicy(WanPolicy, ImagePromptPolicy):
     @property
     def num_image_tokens(self) -> int:
         """Tokens that CLIP makes of a prompt's images; 0 for models that do not take them."""
-        if self._image_dim is None:
+        if not self.files.are_here or self._image_dim is None:
             return 0
         clip = self.files.config("image_encoder")
         num_patches = int(clip["image_size"] // clip["patch_size"]) ** 2

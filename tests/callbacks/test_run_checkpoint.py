@@ -8,9 +8,10 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from digenrl import DisaggregatedStrategy, Trainer
+from digenrl.algorithms import FlowGRPO
 from digenrl.callbacks import RunCheckpoint
 from tests.integration.toy_runs import QUIET, toy_data
-from tests.toy import toy_module
+from tests.toy import ToyPolicy, level_reward, toy_module
 
 SAVING = {name: value for name, value in QUIET.items() if name != "enable_checkpointing"}
 
@@ -52,6 +53,32 @@ def test_a_failed_run_keeps_what_its_last_whole_step_left(tmp_path: Path) -> Non
     assert saved(tmp_path) == ["step=3.ckpt"]
     checkpoint = torch.load(next(tmp_path.rglob("*.ckpt")), weights_only=True)
     assert checkpoint["digenrl"]["step"] == 3
+
+
+class Unbuilt(ToyPolicy):
+    """Cannot be built."""
+
+    def build(self) -> None:
+        raise ZeroDivisionError("no weights")
+
+
+class StopBefore(Callback):
+    """Fails once the weights are there, and before training begins."""
+
+    def on_fit_start(self, *args: Any) -> None:
+        raise ZeroDivisionError("stop")
+
+
+@pytest.mark.parametrize("strategy", ["auto", "digenrl"])
+@pytest.mark.parametrize("is_built", [True, False])
+def test_a_run_that_has_not_begun_leaves_no_state(tmp_path: Path, strategy: str, is_built: bool) -> None:
+    how = DisaggregatedStrategy(engine="inline") if strategy == "digenrl" else "auto"
+    callbacks = [StopBefore()] if is_built else []
+    trainer = Trainer(strategy=how, callbacks=callbacks, default_root_dir=str(tmp_path), max_steps=2, **SAVING)
+    module = FlowGRPO(ToyPolicy() if is_built else Unbuilt(), level_reward, group_size=4)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(module, toy_data())
+    assert saved(tmp_path) == []
 
 
 def test_no_state_is_kept_where_none_is_wanted(tmp_path: Path) -> None:

@@ -3,15 +3,17 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from digenrl.cli.estimates import PolicyCalls
 from digenrl.cli.published_models import PUBLISHED, write_published
 from digenrl.scheduling.profile import Profile
 from digenrl.scheduling.simulate import simulate
 from digenrl.strategies import DisaggregatedStrategy
 from tests.cli.commands import Digenrl
-from tests.toy import ToyPolicy
+from tests.toy import ToyPolicy, toy_module
 
 TOY = ("fit", "--config", "toy.yaml", "--dry_run")
 
@@ -193,6 +195,68 @@ def test_of_another_pipeline_the_configurations_alone_are_asked_for(
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
     error = digenrl(*TOY, *words).error
     assert "`path` 'some/sd' is no folder here and cannot be had from the hub (no network)" in error
+
+
+def test_a_repository_that_was_downloaded_in_part_is_not_downloaded(
+    digenrl: Digenrl, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dry run itself leaves the configurations in the hub's cache."""
+    repository = folder / "models--some--sd"
+    write_published("stabilityai/stable-diffusion-3.5-medium", repository / "snapshots" / "abc")
+    (repository / "snapshots/abc/transformer/diffusion_pytorch_model.safetensors.index.json").unlink()
+    (repository / "refs").mkdir()
+    (repository / "refs" / "v1").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
+    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(folder), raising=False)
+
+    def download(*args: object, **kwargs: object) -> str:
+        raise AssertionError("nothing is to be downloaded")
+
+    monkeypatch.setattr("diffusers.DiffusionPipeline.download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    words = ["--model.policy.path=some/sd", "--model.policy.revision=v1"]
+    result = digenrl(*TOY, "--model.policy", "StableDiffusion3Policy", *words)
+    assert (result.code, result.err) == (0, [])
+    assert "Sizes of `some/sd` are those that were downloaded before; nothing was downloaded." in result.out
+
+
+def test_a_known_model_needs_no_hub_and_its_schedule_is_shown(
+    digenrl: Digenrl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    path = "stabilityai/stable-diffusion-3.5-medium"
+    words = (*TOY, "--model.policy", "StableDiffusion3Policy", "--model.policy.path", path)
+    chosen = digenrl(*words, "--model.policy.schedule", "dance", "--model.policy.schedule_shift", "3")
+    assert "Sigmas of a rollout: 1.000, 0.857, 0.600, 0.000 (`schedule` dance, shift 3)." in chosen.out
+    other = "`schedule` lists the 3 sigmas of 2 steps, and 3 are asked for"
+    assert other in digenrl(*words, "--model.policy.schedule", "[1.0, 0.5, 0.0]").error
+    assert (
+        "`--model.policy.schedule` must be one of `pipeline`, `dance`, `dpm` or a list"
+        in digenrl(*words, "--model.policy.schedule", "danse").error
+    )
+    assert "needs a `schedule_shift`" in digenrl(*words, "--model.policy.schedule", "dpm").error
+
+
+def test_what_a_policy_gives_as_an_example_is_traced(digenrl: Digenrl) -> None:
+    """The policy's `encode` raises, as where text encoders are not there."""
+    result = digenrl(*TOY, "--model.policy", "tests.cli.toy_parts.ExamplePolicy")
+    assert "could not be traced" not in result.out
+    assert numbers(result.out, "activations")
+    assert "Predicted: " in result.out
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows"),
+    [
+        ({}, (1, 1, 1)),
+        ({"guidance_scale": 2.0}, (2, 2, 2)),
+        ({"guidance_scale": 2.0, "train_guidance": False}, (3, 1, 1)),
+    ],
+)
+def test_rows_that_a_policy_is_asked_for(settings: dict[str, Any], rows: tuple[int, int, int]) -> None:
+    """For a sample: in a denoising step, in a trained timestep, and there by the reference."""
+    calls = PolicyCalls.of(toy_module(kl_beta=0.1, **settings))
+    assert (calls.rollout_rows, calls.trained_rows, calls.reference_rows) == rows
 
 
 def test_simulated_workers_are_those_of_the_strategy() -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tests.cli.commands import Digenrl
 from tests.policies.family_checks import module_of
 from tests.policies.test_flux import FAMILY as FLUX
+from tests.policies.test_wan_image_to_video import TOLD as WAN_TOLD
 from tests.policies.tiny_pipelines import save_tiny_pipeline
 
 LORA = "pytorch_lora_weights.safetensors"
@@ -126,6 +127,20 @@ def test_all_weights_of_a_run_that_trained_them_are_a_pipeline(digenrl: Digenrl,
     assert "has none: its run was without `ema_decay`" in averaged.error
 
 
+def test_a_model_that_is_given_images_is_exported(digenrl: Digenrl, folder: Path) -> None:
+    """Wan 2.1's, whose encoder of images must stay in memory during a run, but not here."""
+    path = str(save_tiny_pipeline("wan_image_told", folder / "base"))
+    write_checkpoint(folder / "a.ckpt", module_of(WAN_TOLD, path))
+    policy = {"class_path": "WanImageToVideoPolicy", "init_args": {**WAN_TOLD.settings, "path": path, "lora_rank": 2}}
+    policy["init_args"] |= {"schedule": "dance", "schedule_shift": 3.0}
+    (folder / "config.yaml").write_text(yaml.safe_dump({"model": {"class_path": "FlowGRPO", "policy": policy}}))
+    result = digenrl("export", "--checkpoint", "a.ckpt", "--output", "out")
+    assert (result.code, result.err) == (0, [])
+    card = (folder / "out/README.md").read_text()
+    assert "pipeline_tag: image-to-video" in card
+    assert "schedule: dance\nschedule_shift: 3.0" in card
+
+
 def test_a_base_model_that_has_moved_is_named(digenrl: Digenrl, folder: Path, base: str) -> None:
     write_checkpoint(folder / "a.ckpt", module_of(FLUX, base))
     (folder / "config.yaml").write_text(yaml.safe_dump(configuration("/nowhere/flux", lora_alpha=None)))
@@ -169,6 +184,7 @@ def test_a_checkpoint_of_another_policy_is_refused(digenrl: Digenrl, folder: Pat
         (["--checkpoint", "toy.yaml", "--output", "out"], "which is not a checkpoint, or was cut off"),
         (["--checkpoint", "empty.ckpt", "--output", "out"], "has no weights of a policy"),
         (["--checkpoint", "full", "--output", "out"], "must be a file, and `full` is a folder"),
+        (["--checkpoint", "a.ckpt", "--output", "."], "`--output` must be a folder with a name, got '.'"),
         (["--checkpoint", "a.ckpt", "--output", "full"], "must be an empty folder, or none yet, and `full` has"),
         (["--checkpoint", "a.ckpt", "--output", "out"], "there is no config.yaml beside `a.ckpt`, or in the folder"),
         (["--checkpoint", "a.ckpt", "--output", "out", "--dtype", "float16"], "must be float32 or bfloat16, got"),

@@ -96,3 +96,10 @@ class ImpatientPolicy(ToyPolicy):
 
     def encode(self, prompts: Sequence[str]) -> ToyCondition:
         raise RuntimeError("no")
+
+
+class ExamplePolicy(ImpatientPolicy):
+    """Says what its conditions look like."""
+
+    def example_condition(self, prompts: Sequence[str]) -> ToyCondition:
+        return ToyCondition(torch.zeros(len(prompts)))

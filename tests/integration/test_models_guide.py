@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -16,11 +17,13 @@ from digenrl.algorithms import FlowGRPO
 from digenrl.algorithms.reverse_process import ReverseProcessModule
 from digenrl.cli.check import check
 from digenrl.cli.classes import accepted_names
+from digenrl.cli.dry_run import build_on_meta
 from digenrl.cli.merge import merge
 from digenrl.cli.published_models import PUBLISHED, write_published
 from digenrl.cli.sources import read_config
 from digenrl.data.prompts import read_prompts
 from digenrl.policies import PipelinePolicy, StableDiffusion3Policy, WanPolicy
+from digenrl.policies.pipeline_schedule import Schedule
 from tests.test_recipes import COMPLETE, rows
 from tests.toy import level_reward
 
@@ -32,6 +35,17 @@ FAMILIES = {
     "QwenImagePolicy": "Qwen/Qwen-Image",
     "WanPolicy": WAN,
     "HunyuanVideoPolicy": "hunyuanvideo-community/HunyuanVideo",
+    "FluxKontextPolicy": "FLUX.1-Kontext-dev",
+    "WanImageToVideoPolicy": "Wan2.1-I2V-14B",
+}
+# What differs of models that are given images from those that are not, as published.
+_WITH_IMAGES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "FLUX.1-Kontext-dev": ("black-forest-labs/FLUX.1-dev", "FluxKontextPipeline", {}),
+    "Wan2.1-I2V-14B": (
+        "Wan-AI/Wan2.1-T2V-14B-Diffusers",
+        "WanImageToVideoPipeline",
+        {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120},
+    ),
 }
 
 
@@ -49,8 +63,16 @@ def table(header: str) -> list[list[str]]:
 def published(name: str, folder: Path) -> str:
     """A folder with a published pipeline's configurations, and no weights."""
     if not folder.exists():
-        write_published(name, folder)
+        base, pipeline, changes = _WITH_IMAGES.get(name, (name, None, {}))
+        write_published(base, folder)
+        if pipeline is not None:
+            _change(folder / "model_index.json", {"_class_name": pipeline})
+            _change(folder / "transformer/config.json", changes)
     return str(folder)
+
+
+def _change(file: Path, changes: dict[str, Any]) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 def test_the_python_code_makes_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,10 +113,14 @@ def test_the_line_of_a_prompt_file_is_one(tmp_path: Path) -> None:
         assert {"image", "images", "negative_prompt"} <= set(getattr(policies, name).prompt_fields)
 
 
-def test_every_family_is_there_with_its_number_of_parameters() -> None:
+def test_every_family_is_there_with_its_number_of_parameters(tmp_path: Path) -> None:
     listed = {cells[0].strip("`"): cells for cells in table("| policy | models |")}
     assert listed.keys() == FAMILIES.keys()
     billions = {row["policy"]: row["parameters"] for row in rows(COMPLETE)}
+    for name in ("FluxKontextPolicy", "WanImageToVideoPolicy"):
+        policy = getattr(policies, name)(published(FAMILIES[name], tmp_path / name))
+        build_on_meta(policy)
+        billions[name] = f"{sum(parameter.numel() for parameter in policy.parameters()) / 1e9:.1f}"
     for name, cells in listed.items():
         assert cells[2].endswith(f"{billions[name]} billion")
 
@@ -120,11 +146,12 @@ def _row(name: str) -> list[str]:
 def test_guidance_goes_where_the_table_says(name: str, tmp_path: Path) -> None:
     family, path = getattr(policies, name), published(FAMILIES[name], tmp_path / "model")
     scales = dict(re.findall(r"`(\w+): ([\w.]+)`", _row(name)[5]))
-    assert ("told" in _row(name)[4]) == ("guidance" in scales)
+    assert scales or _row(name)[5] == "none known"
+    assert not scales or ("told" in _row(name)[4]) == ("guidance" in scales)
     policy_settings = {"guidance": float(scales.pop("guidance"))} if "guidance" in scales else {}
     policy = family(path, **policy_settings)
     FlowGRPO(policy, level_reward, **yaml.safe_load(str({key: _number(value) for key, value in scales.items()})))
-    if not policy_settings:
+    if "told" not in _row(name)[4]:
         assert "guidance" not in inspect.signature(family.__init__).parameters
 
 
@@ -146,5 +173,10 @@ def test_settings_that_it_names_are_there() -> None:
     listed = {cells[0].strip("`") for cells in table("| setting | what it does |")}
     assert len(listed) == 5
     assert listed | {"embedding_cache", "negative_prompt", "max_sequence_length", "revision", "adapter"} <= known
-    assert {"adapter_2", "trained_transformers"} <= set(inspect.signature(WanPolicy.__init__).parameters)
+    assert {"schedule", "schedule_shift"} <= known
+    schedules = [cells[0] for cells in table("| `schedule` | sigmas |")]
+    assert schedules[:3] == [f"`{name}`" for name in get_args(get_args(Schedule)[0])]
+    assert {"adapter_2", "trained_transformers", "guidance_scale_2"} <= set(
+        inspect.signature(WanPolicy.__init__).parameters
+    )
     assert "train_guidance" in inspect.signature(ReverseProcessModule.__init__).parameters

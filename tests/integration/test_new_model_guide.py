@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from digenrl.cli import main
+from digenrl.cli.dry_run import build_on_meta, trace_policy
 from digenrl.policies import PipelinePolicy, pipeline
 from digenrl.policies.export import export_lora
 from digenrl.policies.stored_weights import load_stored_weights
@@ -134,6 +135,16 @@ def test_the_family_does_what_every_family_must(check: Check) -> None:
     check(family(), "tiny_aura_flow")
 
 
+def test_a_dry_run_knows_what_the_family_takes() -> None:
+    policy = family().make("tiny_aura_flow", lora_rank=2)
+    build_on_meta(policy)
+    costs = trace_policy(policy, ["a red cat"], bf16=True)
+    assert costs.kept_bytes(1, checkpointing=False) > 0
+    built = family().build("tiny_aura_flow")
+    example, real = built.example_condition(["a red cat"]), built.encode(["a red cat"])
+    assert [value.shape for _, value in example._tensors()] == [value.shape for _, value in real._tensors()]
+
+
 def test_the_pipeline_loads_what_is_exported(tmp_path: Path) -> None:
     policy = family().build("tiny_aura_flow", lora_rank=2)
     with torch.no_grad():
@@ -144,7 +155,7 @@ def test_the_pipeline_loads_what_is_exported(tmp_path: Path) -> None:
 
 def test_a_pipeline_without_a_family_is_told_how_to_get_one() -> None:
     runpy.run_path("tiny_aura_flow.py")
-    with pytest.raises(ValueError, match=r"no policy is known for a AuraFlowPipeline, only for .*: subclass"):
+    with pytest.raises(ValueError, match=r"the pipeline class `AuraFlowPipeline`; known are .* Subclass"):
         PipelinePolicy.from_pretrained("tiny_aura_flow")
     policy: Any = importlib.import_module("aura_flow").AuraFlowPolicy
     assert type(PipelinePolicy.from_pretrained("tiny_aura_flow", **SETTINGS)) is policy
@@ -152,5 +163,5 @@ def test_a_pipeline_without_a_family_is_told_how_to_get_one() -> None:
 
 def test_the_tables_name_what_there_is() -> None:
     named = re.findall(r"^\| `(\w+)` \| ", GUIDE, re.MULTILINE)
-    assert len(named) == 21
+    assert len(named) == 22
     assert [name for name in named if not hasattr(PipelinePolicy, name)] == []

@@ -116,7 +116,9 @@ def module_of(
 ) -> Any:
     """A module that trains a LoRA of the family, or, with `lora_rank=None`, all of it."""
     policy = family.make(path, mode, lora_rank=settings.pop("lora_rank", 2))
-    defaults = {"group_size": 2, "num_steps": family.num_steps, "seed": 0, "guidance_rescale": family.guidance_rescale}
+    defaults: dict[str, Any] = {"group_size": 2, "num_steps": family.num_steps, "seed": 0}
+    if settings.get("guidance_scale", 1.0) != 1:
+        defaults["guidance_rescale"] = family.guidance_rescale
     return ALGORITHMS[algorithm](policy, by_index, **{**defaults, **settings})
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from digenrl.policies import FluxPolicy, embeddings
 from digenrl.policies.embeddings import EmbeddingCache, fingerprint_files
 from digenrl.policies.stored_weights import load_stored_weights
+from tests.policies.test_pipeline import changed_copy
 from tests.policies.tiny_pipelines import PROMPTS, save_tiny_pipeline
 
 
@@ -98,3 +99,24 @@ def test_a_policy_reads_embeddings_without_its_encoders_unless_they_have_changed
     other = encode(str(save_tiny_pipeline("flux", tmp_path / "other", seed=1)))
     assert not torch.equal(other, first)
     assert encode(tiny_pipeline("flux"), max_sequence_length=8).shape == (2, 8, 32)
+
+
+def test_embeddings_depend_on_all_parts_that_encode_texts(tiny_pipeline: Callable[[str], str], tmp_path: Path) -> None:
+    """Whatever they are called; what a schedule or a VAE is has no part in it."""
+    path = tmp_path / "pipeline"
+    changed_copy(tiny_pipeline("flux"), path, "", language_model=["transformers", "LlamaModel"])
+    weights = path / "language_model/model.safetensors"
+    weights.parent.mkdir()
+
+    def fingerprint() -> str:
+        policy = FluxPolicy(str(path), height=8, width=8, embedding_cache=str(tmp_path / "cache"))
+        policy.register_parameter("a", torch.nn.Parameter(torch.zeros(1)))  # for its device
+        return policy._fingerprint()
+
+    weights.write_bytes(b"a")
+    first = fingerprint()
+    for other in ("vae", "scheduler", "transformer"):
+        (path / other / "more.json").write_text("{}")
+    assert fingerprint() == first
+    weights.write_bytes(b"b")
+    assert fingerprint() != first

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -141,10 +142,18 @@ def test_images_that_do_not_suit_are_refused(path: str, tmp_path: Path) -> None:
     policy = FAMILY.make(path)
     wide = {"image": save_image(tmp_path / "wide.png", 12, 24)}
     (tmp_path / "text.png").write_text("no image", encoding="utf-8")
+    whole = Path(save_image(tmp_path / "whole.png", 12, 10)).read_bytes()
+    (tmp_path / "half.png").write_bytes(whole[: len(whole) // 2])
+    Image.fromarray(np.full((12, 10), 4096, dtype=np.uint16)).save(tmp_path / "deep.png")
     for metadata, message in (
         (wide, "is 24 x 12 and would be stretched to 10 x 12: cut it to that shape"),
         ({"image": str(tmp_path / "text.png")}, "cannot be read as an image"),
         ({"image": str(tmp_path / "gone.png")}, "gone.png` is not there"),
+        ({"image": str(tmp_path / "half.png")}, "half.png` cannot be read as an image: image file is truncated"),
+        (
+            {"image": str(tmp_path / "deep.png")},
+            "deep.png` has more than 8 bits a channel (I;16), which would be cut off",
+        ),
         ({"images": [wide["image"]] * 2}, "takes 0 or 1 images with a prompt, but 'a red cat' has 2"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from digenrl.averaging import NoUpdates
@@ -42,13 +43,15 @@ def move(policy: nn.Module) -> None:
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=rng))
 
 
-def saved_adapter(path: str, folder: Path, *, with_metadata: bool, rank: int = 4, alpha: float = 8) -> Path:
+def saved_adapter(
+    path: str, folder: Path, *, with_metadata: bool, rank: int = 4, alpha: float = 8, **others: Any
+) -> Path:
     """A LoRA as the ecosystem saves it, with random numbers in both factors."""
     from diffusers import FluxPipeline, FluxTransformer2DModel
     from peft import LoraConfig, get_peft_model_state_dict
 
     transformer = FluxTransformer2DModel.from_pretrained(path, subfolder="transformer")
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=TARGETS, init_lora_weights=False)
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=TARGETS, init_lora_weights=False, **others)
     torch.manual_seed(2)
     transformer.add_adapter(config)
     FluxPipeline.save_lora_weights(
@@ -83,14 +86,27 @@ def test_adapters_are_equal_wherever_the_seed_is_equal(init: Any, std: float, ti
     assert all(not value.any() for name, value in state.items() if "lora_B" in name)
 
 
-@pytest.mark.parametrize("with_metadata", [True, False])
+def add_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    (file,) = folder.glob("*.safetensors")
+    save_file({**load_file(file), **tensors}, file)
+
+
+def alphas_of(folder: Path, value: float) -> dict[str, Tensor]:
+    """A tensor for each layer, which some programs write in place of metadata."""
+    (file,) = folder.glob("*.safetensors")
+    return {f"{key.split('.lora_')[0]}.alpha": torch.tensor(value) for key in load_file(file)}
+
+
+@pytest.mark.parametrize(("noted", "alpha"), [("metadata", 8), ("tensors", 8), ("nowhere", 4)])
 def test_training_starts_from_an_adapter_as_the_ecosystem_loads_it(
-    with_metadata: bool, tiny_pipeline: Tiny, tmp_path: Path
+    noted: str, alpha: float, tiny_pipeline: Tiny, tmp_path: Path
 ) -> None:
     from diffusers import FluxPipeline
 
     path = tiny_pipeline("flux")
-    folder = saved_adapter(path, tmp_path / "lora", with_metadata=with_metadata)
+    folder = saved_adapter(path, tmp_path / "lora", with_metadata=noted == "metadata")
+    if noted == "tensors":
+        add_tensors(folder, alphas_of(folder, 8.0))
     policy = built(path, adapter=str(folder))
     pipeline = FluxPipeline.from_pretrained(path)
     pipeline.load_lora_weights(folder)
@@ -100,7 +116,22 @@ def test_training_starts_from_an_adapter_as_the_ecosystem_loads_it(
     assert (velocity(policy, condition) - velocity(reference, condition)).abs().max() <= 1e-6
     assert (velocity(policy, condition) - velocity(built(path), condition)).abs().max() > 1e-2
     assert policy.lora is not None
-    assert policy.lora.alpha == (8 if with_metadata else 4), "without a note, the scale is 1"
+    assert policy.lora.alpha == alpha, "without a note, the scale is 1"
+
+
+@pytest.mark.parametrize("others", [{"use_rslora": True}, {"alpha_pattern": {"attn.to_q": 2}}])
+def test_an_adapter_of_another_scale_is_refused(others: dict[str, Any], tiny_pipeline: Tiny, tmp_path: Path) -> None:
+    folder = saved_adapter(tiny_pipeline("flux"), tmp_path / "lora", with_metadata=True, **others)
+    with pytest.raises(ValueError, match=f"one scale, .* was saved with {next(iter(others))}: merge it into"):
+        built(tiny_pipeline("flux"), adapter=str(folder))
+
+
+def test_an_adapter_of_a_text_encoder_is_not_left_out_in_silence(tiny_pipeline: Tiny, tmp_path: Path) -> None:
+    folder = saved_adapter(tiny_pipeline("flux"), tmp_path / "lora", with_metadata=True)
+    add_tensors(folder, {"text_encoder.layer.lora_A.weight": torch.zeros(4, 2)})
+    message = r"layers of `transformer` only, .* got 1 others \(text_encoder.layer.lora_A.weight\)"
+    with pytest.raises(ValueError, match=message):
+        built(tiny_pipeline("flux"), adapter=str(folder))
 
 
 def test_a_reference_is_the_adapter_that_training_started_from(tiny_pipeline: Tiny, tmp_path: Path) -> None:
@@ -128,7 +159,7 @@ def test_settings_that_contradict_the_adapter_are_refused(
 ) -> None:
     folder = saved_adapter(tiny_pipeline("flux"), tmp_path / "lora", with_metadata=True)
     with pytest.raises(ValueError, match=message):
-        FluxPolicy(tiny_pipeline("flux"), **SMALL, adapter=str(folder), **settings).build()
+        FluxPolicy(tiny_pipeline("flux"), **SMALL, adapter=str(folder), **settings).prepare()
 
 
 def test_an_adapter_that_is_not_there_is_refused(tiny_pipeline: Tiny, tmp_path: Path) -> None:
@@ -138,9 +169,25 @@ def test_an_adapter_that_is_not_there_is_refused(tiny_pipeline: Tiny, tmp_path: 
 
 def test_targets_that_match_nothing_are_refused_with_both_lists(tiny_pipeline: Tiny) -> None:
     with pytest.raises(ValueError, match=r"`lora_targets` 'attn.query' matches no .*end in .*attn.to_q.*proj_out"):
-        FluxPolicy(tiny_pipeline("flux"), **SMALL, lora_rank=2, lora_targets=["attn.to_q", "attn.query"]).build()
+        FluxPolicy(tiny_pipeline("flux"), **SMALL, lora_rank=2, lora_targets=["attn.to_q", "attn.query"]).prepare()
     with pytest.raises(ValueError, match=r"`lora_targets` 'to_q' matches no linear layer"):
-        FluxPolicy(tiny_pipeline("flux"), **SMALL, lora_rank=2, lora_targets="to_q").build()
+        FluxPolicy(tiny_pipeline("flux"), **SMALL, lora_rank=2, lora_targets="to_q").prepare()
+
+
+def test_a_check_before_workers_start_leaves_no_trace(tiny_pipeline: Tiny, tmp_path: Path) -> None:
+    folder = saved_adapter(tiny_pipeline("flux"), tmp_path / "lora", with_metadata=True)
+    checked, other = (FluxPolicy(tiny_pipeline("flux"), **SMALL, adapter=str(folder)) for _ in range(2))
+    torch.manual_seed(5)
+    checked.prepare()
+    assert torch.rand(1) == torch.rand(1, generator=torch.Generator().manual_seed(5))
+    assert not list(checked.parameters())
+    assert checked.state_dict() == {}
+    for policy in (checked, other):
+        torch.manual_seed(0)
+        policy.build()
+        load_stored_weights(policy)
+    condition = other.encode(PROMPTS[:2])
+    assert torch.equal(velocity(checked, condition), velocity(other, condition))
 
 
 def test_a_regular_expression_chooses_layers_by_their_whole_path(tiny_pipeline: Tiny) -> None:

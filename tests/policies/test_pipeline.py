@@ -45,7 +45,7 @@ def test_a_pipeline_of_another_family_is_refused(tiny_pipeline: Tiny) -> None:
 
 def test_an_unknown_pipeline_is_refused_with_the_known_ones(tiny_pipeline: Tiny, tmp_path: Path) -> None:
     path = changed_copy(tiny_pipeline("flux"), tmp_path / "x", "", _class_name="SanaPipeline")
-    with pytest.raises(ValueError, match=r"SanaPipeline, only for .*FluxPipeline.*: subclass `PipelinePolicy`"):
+    with pytest.raises(ValueError, match=r"for the pipeline class `SanaPipeline`; known are .*FluxPipeline.*new_model"):
         PipelinePolicy.from_pretrained(path)
 
 
@@ -68,6 +68,7 @@ def test_a_users_family_registers_itself(tiny_pipeline: Tiny, tmp_path: Path) ->
         ({"lora_rank": 0}, r"`lora_rank` must be at least 1, got 0; None trains all weights"),
         ({"lora_rank": 2, "lora_alpha": -1.0}, r"`lora_alpha` must be positive and finite, got -1.0"),
         ({"lora_alpha": 2.0}, r"`lora_alpha` and `lora_targets` need a `lora_rank`"),
+        ({"lora_init": "kaiming"}, r"`lora_init` must be left out without a `lora_rank`, .* got 'kaiming'"),
         ({"revision": "main"}, r"`revision` is of a repository on the hub"),
         ({"max_sequence_length": 600}, r"`max_sequence_length` must be at most 512 for FLUX.1, got 600"),
         ({"guidance": -1.0}, r"`guidance` must be at least 0, got -1.0"),
@@ -140,7 +141,7 @@ def test_a_schedule_without_a_formula_is_refused(tiny_pipeline: Tiny, tmp_path: 
     for name in ("use_karras_sigmas", "use_dynamic_shifting"):
         path = changed_copy(tiny_pipeline("sd3"), tmp_path / name, "scheduler", **{name: True})
         with pytest.raises(ValueError, match=f"the pipeline's scheduler has {name}, which there is no schedule for"):
-            StableDiffusion3Policy(path, **SMALL).sigmas(4)
+            StableDiffusion3Policy(path, **SMALL)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from digenrl.algorithms import FlowGRPO
 from digenrl.policies import PipelinePolicy, WanPolicy
 from tests.policies.family_checks import (
     CHECKS,
@@ -27,6 +28,7 @@ from tests.policies.family_checks import (
     recomputed_ratio_is_one,
 )
 from tests.policies.tiny_pipelines import PROMPTS
+from tests.toy import level_reward
 
 
 def euler_of(scheduler: Any, num_steps: int) -> Any:
@@ -74,6 +76,19 @@ TWO_CHECKS: list[Check] = [  # steps are compared in tests/scale
 @pytest.mark.parametrize("check", TWO_CHECKS, ids=name_of)
 def test_two_transformers(check: Check, tiny_pipeline: Callable[[str], str]) -> None:
     check(TWO, tiny_pipeline(TWO.pipeline))
+
+
+def test_the_second_transformer_has_a_guidance_of_its_own(path_of_two: str) -> None:
+    settings = {**TWO.settings, "guidance_scale_2": 3.5}
+    guided_call = {"guidance_scale": 2.0, "negative_prompt": "", "guidance_scale_2": 3.5}
+    family = replace(TWO, settings=settings, guided_call=guided_call)
+    guided_ode_equals_the_pipeline(family, path_of_two)
+    recomputed_ratio_is_one(family, path_of_two, "float32", 2, 2.0)
+    with pytest.raises(AssertionError):
+        guided_ode_equals_the_pipeline(replace(family, settings=TWO.settings), path_of_two)
+    message = "`guidance_scale_2` must be left out with `guidance_scale` 1, where it changes nothing, got 3.5"
+    with pytest.raises(ValueError, match=message):
+        FlowGRPO(family.make(path_of_two), level_reward)
 
 
 @pytest.fixture
@@ -182,6 +197,8 @@ def test_each_transformer_starts_from_an_adapter_of_its_own(path_of_two: str, tm
     message = r"give one for each that is trained \(transformer, transformer_2\), got some for transformer_2"
     with pytest.raises(ValueError, match=message):
         TWO.make(path_of_two, adapter_2=second)
+    with pytest.raises(FileNotFoundError, match="`adapter_2` '.*nothing' is not there"):
+        TWO.make(path_of_two, adapter=first, adapter_2=str(tmp_path / "nothing"))
     TWO.make(path_of_two, adapter_2=second, trained_transformers=["transformer_2"])
 
 
@@ -242,6 +259,8 @@ def test_schedule_is_that_of_the_scheduler(path: str, tmp_path: Path) -> None:
         ({"num_frames": 7}, "`num_frames` must be one more than a multiple of 4 .*, got 7; near are 5 and 9"),
         ({"num_frames": 0}, "`num_frames` must be at least 1, got 0"),
         ({"flow_shift": 0.0}, "`flow_shift` must be positive and finite, got 0.0"),
+        ({"guidance_scale_2": 0.5}, "`guidance_scale_2` must be at least 1, .* got 0.5"),
+        ({"guidance_scale_2": 2.0}, "`guidance_scale_2` is for models with two transformers, got 2.0"),
         (
             {"trained_transformers": ["transformer_2"]},
             "`trained_transformers` must be of transformer, .* got transformer_2",

@@ -135,11 +135,17 @@ def test_images_that_do_not_suit_are_refused(tiny_pipeline: Callable[[str], str]
             family.make(tiny_pipeline(family.pipeline)).check_prompts(prompts_of([{"images": images[:num_images]}]))
 
 
+def test_an_encoder_of_images_must_stay(tiny_pipeline: Callable[[str], str], images: list[str]) -> None:
+    policy = TOLD.make(tiny_pipeline("wan_image_told"), text_encoders="free")
+    with pytest.raises(ValueError, match="`text_encoders` must be offload or keep for Wan 2.1 with images, got free"):
+        policy.check_prompts(prompts_of([{"image": images[0]}]))
+    FAMILY.make(tiny_pipeline("wan_image"), text_encoders="free").check_prompts(prompts_of([{"image": images[0]}]))
+
+
 @pytest.mark.parametrize(
     ("pipeline", "settings", "message"),
     [
         ("wan_image_told", {"max_sequence_length": 16}, "`max_sequence_length` must be 512 .* got 16"),
-        ("wan_image_told", {"text_encoders": "free"}, "`text_encoders` must be offload or keep"),
         ("wan_image", {"image_height": 32}, "`image_height` and `image_width` must be left out .* got 32 x 32"),
         ("wan_image", {"height": 24}, "`height` must be a multiple of 16 .*, got 24"),
     ],

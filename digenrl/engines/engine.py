@@ -212,6 +212,17 @@ class Engine(ABC):
         """
         return ref
 
+    def free(self, refs: Sequence[ObjectRef]) -> list[Task]:
+        """Let go of objects that workers keep, once what was submitted before has read them.
+
+        Returns:
+            The calls of the keepers' method `free`, where it is they who let go.
+        """
+        keepers: dict[str, list[ObjectRef]] = {}
+        for ref in refs:
+            keepers.setdefault(ref.worker, []).append(ref)
+        return [self.submit(worker, "free", kept) for worker, kept in keepers.items()]
+
     def lost(self, refs: Sequence[ObjectRef]) -> list[ObjectRef]:
         """Name those of some objects that are gone with the host that kept them; on one host there are none."""
         return []

@@ -425,7 +425,7 @@ class Recovery:
     def flush(self) -> list[Task]:
         """Tell makers what to let go of. Not to be waited for: a generator may be in the middle of the next step."""
         to_free, self._to_free = self._to_free, {}
-        return [self._engine.submit(worker, "free", refs) for worker, refs in to_free.items()]
+        return self._engine.free([ref for refs in to_free.values() for ref in refs])
 
     def forget(self, unit: str) -> None:
         """Drop what only the workers of a unit had, who are gone."""

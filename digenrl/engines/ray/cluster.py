@@ -135,6 +135,8 @@ def _init(address: str, runtime_env: Mapping[str, Any] | None) -> None:
         options["runtime_env"] = dict(runtime_env)
     is_main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)
+    if address == "local":
+        os.environ.setdefault("RAY_worker_niceness", "0")  # workers do the work; Ray lets all else go first
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what a later Ray does anyway; else it says so
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)

@@ -248,6 +248,11 @@ class RayEngine(Engine):
         """Give another name to an object: the driver owns it already; it is lost only with the host that keeps it."""
         return self.store.adopt(ref)
 
+    def free(self, refs: Sequence[ObjectRef]) -> list[Task]:
+        """Let go of objects: the driver owns them, whoever made them. Ray keeps what tasks on their way will read."""
+        self.store.free(refs)
+        return []
+
     def lost(self, refs: Sequence[ObjectRef]) -> list[ObjectRef]:
         """Name those that no host has any more; nobody is asked while all hosts live."""
         return self.store.lost(refs) if self._misses_hosts else []

@@ -102,12 +102,7 @@ class ObjectStorePlane(WeightPlane):
 
     def _give_up(self, version: int) -> None:
         shares = self._published.pop(version, ())
-        self._engine.gather(
-            [
-                self._engine.submit(trainer, "free", [bucket.ref for bucket in share])
-                for trainer, share in zip(self._trainers, shares, strict=False)
-            ]
-        )
+        self._engine.gather(self._engine.free([bucket.ref for share in shares for bucket in share]))
 
     def _forget_trainers(self) -> None:
         """Their stores died with them."""

@@ -23,7 +23,7 @@ class KernelStep:
     next_latents: Tensor  # [N, ...]
     mean: Tensor  # [N, ...] of the next latents, given the latents
     std: Tensor  # [N] conditional standard deviation, its sqrt(dt) included
-    log_prob: Tensor | None  # [N] of the next latents, mean over elements; None if deterministic
+    log_prob: Tensor | None  # [N] of the next latents, mean over elements; None if deterministic or not asked for
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Kernel(ABC):
         noise: Tensor | None = None,
         next_latents: Tensor | None = None,
         rng: torch.Generator | None = None,
+        needs_log_prob: bool = True,
     ) -> KernelStep:
         """Sample the next latents, or score given ones.
 
@@ -73,6 +74,7 @@ class Kernel(ABC):
             noise: [N, ...] standard normal draws to use.
             next_latents: [N, ...] to score; returned as they are.
             rng: random source to draw from if neither is given; None is torch's global one.
+            needs_log_prob: whether the next latents are to be scored.
 
         Raises:
             ValueError: both `noise` and `next_latents` are given, or a shape differs from that of `latents`.
@@ -95,16 +97,17 @@ class Kernel(ABC):
         def elementwise(row_values: Tensor) -> Tensor:
             return append_dims(row_values, latents.ndim)
 
-        predicted_noise = latents + velocity * elementwise(1 - sigma)
-        mean = latents + velocity * elementwise(next_sigma - sigma) - predicted_noise * elementwise(pull)
+        # latents + velocity (next_sigma - sigma) - predicted noise * pull, in two passes over the latents
+        drift = next_sigma - sigma - (1 - sigma) * pull
+        mean = torch.addcmul(latents * elementwise(1 - pull), velocity, elementwise(drift))
         if next_latents is None:
             if self.is_deterministic:
                 next_latents = mean
             else:
                 noise = _standard_normal(latents, rng) if noise is None else noise.to(latents.dtype)
-                next_latents = mean + noise * elementwise(std)
+                next_latents = torch.addcmul(mean, noise, elementwise(std))
         log_prob = None
-        if not self.is_deterministic:
+        if needs_log_prob and not self.is_deterministic:
             log_prob = self._log_prob(next_latents.detach().to(latents.dtype) - mean, std)
         return KernelStep(next_latents=next_latents, mean=mean, std=std, log_prob=log_prob)
 

@@ -85,14 +85,16 @@ def sample_sde(
     steps: list[KernelStep] = []
     for index in range(num_kernel_steps):
         predicted = velocity(latents, sigmas[index].expand(len(latents))).float()
-        step = _step(latents, predicted, sigmas, index, kernel if index in sde_steps else Euler(), seeds)
+        chosen = kernel if index in sde_steps else Euler()
+        step = _step(latents, predicted, sigmas, index, chosen, seeds, is_recorded=index in recorded)
         if index in recorded:
             if scored_velocity is not None:
                 scored = scored_velocity(latents, sigmas[index].expand(len(latents))).float()
                 step = _score(latents, scored, sigmas, index, kernel, step.next_latents)
             before.append(latents)
             steps.append(step)
-        prediction = latents - sigmas[index] * predicted
+        if index == num_steps - 1:
+            prediction = latents - sigmas[index] * predicted
         latents = step.next_latents
     if tail_sigmas is not None:
         # The solver's last step goes to its prediction of the data.
@@ -145,13 +147,23 @@ def sample_dpm_solver(velocity: VelocityFunction, latents: Tensor, sigmas: Tenso
 
 
 def _step(
-    latents: Tensor, velocity: Tensor, sigmas: Tensor, index: int, kernel: Kernel, seeds: Sequence[int]
+    latents: Tensor,
+    velocity: Tensor,
+    sigmas: Tensor,
+    index: int,
+    kernel: Kernel,
+    seeds: Sequence[int],
+    *,
+    is_recorded: bool,
 ) -> KernelStep:
     """Make one step of `kernel` with the samples' own noise."""
     noise = None
     if not kernel.is_deterministic:
         noise = sample_noise(seeds, f"step {index}", latents.shape[1:]).to(latents.device)
-    return kernel.step(latents, velocity, sigmas[index], sigmas[index + 1], sigma_max=sigmas[1], noise=noise)
+    sigma, next_sigma = sigmas[index : index + 2]
+    return kernel.step(
+        latents, velocity, sigma, next_sigma, sigma_max=sigmas[1], noise=noise, needs_log_prob=is_recorded
+    )
 
 
 def _score(

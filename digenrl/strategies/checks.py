@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeVar
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -19,7 +19,31 @@ PRECISIONS = ("32-true", "bf16-mixed")
 DEVICES = ("cpu", "cuda")
 """What workers can compute on."""
 
+T = TypeVar("T")
+
 _WEIGHT_AVERAGING = ("WeightAveraging", "EMAWeightAveraging", "StochasticWeightAveraging")
+
+
+def check_count(name: str, value: T, *, least: int = 1, unless: Sequence[object] = ()) -> T:
+    """Give back an option that is a count, or one of the other values that it may have.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if value not in unless and (not isinstance(value, int) or value < least):
+        raise ValueError(f"`{name}` is a count and must be at least {least}, got {value!r}.")
+    return value
+
+
+def check_choice(name: str, choice: T, choices: Sequence[str]) -> T:
+    """Give back an option that is one of some words.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if choice not in choices:
+        raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {choice!r}.")
+    return choice
 
 
 def check_trainer(

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from digenrl.engines import Engine, NoRoom, ObjectLost, ObjectRef, Task, WorkerError, WorkerTimeout
+from digenrl.engines import Engine, NoRoom, ObjectLost, ObjectRef, Task, WorkerError
 from digenrl.metrics import MetricAccumulator
 from digenrl.module import DiffusionRLModule, advantages_of_kept
 from digenrl.scheduling import (
@@ -48,16 +48,12 @@ from digenrl.strategies.pool import WorkerPool
 from digenrl.strategies.recovery import TRAINERS
 from digenrl.strategies.snapshots import UpdateCall
 from digenrl.strategies.step_book import StepBook, StepPlan, StepResult, WorkerSpan
+from digenrl.strategies.task_loop import TaskLoop, take_nothing
 from digenrl.strategies.trainer_group import GroupTask, shares, trajectories_made
 from digenrl.strategies.workers import AssistReport, GenerateReport, ScoreReport, Span, TimestepBatchSize, UpdateReport
 from digenrl.types import PromptBatch
 
 log = logging.getLogger(__name__)
-
-_POLL_S = 0.2  # how long a signal may go unnoticed
-
-_Take = Callable[[], list[Event]]
-"""Takes the result of a task in and says what has happened."""
 
 T = TypeVar("T")
 
@@ -97,10 +93,11 @@ class StepDriver:
         self._recovery.timestep_batch_size = timestep_batch_size
         self._scheduler = scheduler
         self._module = module
-        self._poll = poll
+        self._loop = TaskLoop(
+            pool.engine, poll=poll, observe=self._observe, recover=self._recover, end_hung=pool.recovery.end_hung
+        )
         self._events: deque[Event] = deque()  # happened already
         self._scored: dict[Slice, ScoreReport] = {}  # scored by their makers, which the scheduler has not asked for yet
-        self._pending: dict[Task, _Take | None] = {}  # None where somebody waits for the result
         self._group: GroupTask | None = None
         self._restarting: set[str] = set()
         self._steps: dict[int, StepBook] = {}
@@ -111,7 +108,7 @@ class StepDriver:
 
     def check_parity(self, prompts: PromptBatch) -> ParityReport:
         """Compare what generators and trainers compute of a few samples, before any step; see `measure_parity`."""
-        return self._repeat(lambda: measure_parity(self._pool, prompts, self._gather))
+        return self._repeat(lambda: measure_parity(self._pool, prompts, self._loop.gather))
 
     def add_step(self, plan: StepPlan) -> None:
         """Make a step's work known; generators may begin with it while the step before is trained."""
@@ -136,7 +133,7 @@ class StepDriver:
     def finish_step(self, step: int) -> StepResult:
         """Generate, score and train the rest of a started step."""
         book = self._steps[step]
-        self._run(lambda: book.finish is not None)
+        self._loop.run(lambda: book.finish is not None)
         if book.waits_for_std:
             self._apply_batch_std(book)
         self._recovery.journal.keep(book.all_trajectories)
@@ -149,7 +146,7 @@ class StepDriver:
         """
         self._observe(WeightsPublished(version))
         for trainer, task in self._recovery.request_snapshot().items():
-            self._pending[task] = partial(self._on_snapshot, trainer, task)
+            self._loop.add(task, partial(self._on_snapshot, trainer, task))
         self._flush()
 
     def pause(self) -> None:
@@ -157,20 +154,20 @@ class StepDriver:
         if not self._is_paused:
             self._is_paused = True
             self._observe(Paused())
-        self._run(lambda: self._scheduler.is_quiet and not self._restarting)
+        self._loop.run(lambda: self._scheduler.is_quiet and not self._restarting)
 
     def close(self) -> None:
         """Pause, and let go of steps that were begun ahead and will not be trained, and of their gradient."""
         self.pause()
-        self._run(lambda: not self._pending)
+        self._loop.run(lambda: self._loop.is_idle)
         if self._started_step in self._steps:
             self._recovery.free(self._recovery.journal.give_up())
-            self._repeat(lambda: self._recovery.train_again([], self._gather))
+            self._repeat(lambda: self._recovery.train_again([], self._loop.gather))
         for book in self._steps.values():
             self._recovery.free(book.all_trajectories)
         self._steps.clear()
         self._flush()
-        self._run(lambda: not self._pending)
+        self._loop.run(lambda: self._loop.is_idle)
 
     def begin_anew(self, scheduler: Scheduler) -> None:
         """Go on with a new scheduler after `close`; it knows already what tasks take."""
@@ -197,48 +194,12 @@ class StepDriver:
 
     def serve(self) -> None:
         """Answer workers that are done, without waiting for any; where this process is at something long."""
-        if self._pending and self._engine.runs_beside_driver:
-            self._take_results(0.0)
-
-    def _run(self, is_over: Callable[[], bool]) -> None:
-        while not is_over():
-            self._poll()
-            self._take_results(_POLL_S)
-
-    def _take_results(self, timeout_s: float) -> None:
-        for task in self._wait(timeout_s):
-            take = self._pending.pop(task, None)
-            if take is None:  # somebody waits for it, or a restart has made it void meanwhile
-                continue
-            try:
-                events = take()
-            except Exception as error:
-                if not task.has_failed and not isinstance(error, WorkerError):
-                    raise
-                self._recover(error, task.worker)
-                continue
-            for event in events:
-                self._observe(event)
-
-    def _wait(self, timeout_s: float) -> list[Task]:
-        try:
-            return self._engine.wait(list(self._pending), timeout_s)
-        except WorkerTimeout as error:
-            self._recovery.end_hung(error)
-            return []
-
-    def _gather(self, tasks: Sequence[Task]) -> list[Any]:
-        """Wait for all of some tasks, or the first failure, and serve the others meanwhile."""
-        self._pending |= dict.fromkeys(tasks)
-        self._run(lambda: all(task.is_done for task in tasks) or any(task.has_failed for task in tasks))
-        for task in tasks:
-            if task.has_failed:
-                task.result()
-        return [task.result() for task in tasks]
+        if self._engine.runs_beside_driver:
+            self._loop.serve()
 
     def _repeat(self, call: Callable[[], T]) -> T:
         """Call, and again where workers have died meanwhile."""
-        return self._recovery.run(call, self._gather)
+        return self._recovery.run(call, self._loop.gather)
 
     def _observe(self, event: Event) -> None:
         self._events.append(event)
@@ -251,16 +212,16 @@ class StepDriver:
             case Generate(part, generator):
                 book = self._steps[part.step]
                 task = self._pool.generate(generator, book.prompts_of(part))
-                self._pending[task] = partial(self._on_generated, part, generator, task, book)
+                self._loop.add(task, partial(self._on_generated, part, generator, task, book))
             case Score(part, worker) if part in self._scored:
                 self._events.append(self._take_score(part, worker, self._scored.pop(part)))
             case Score(part, worker):
                 book = self._steps[part.step]
                 task = self._pool.score(worker, book.trajectories[part])
-                self._pending[task] = partial(self._on_scored, part, worker, task, book)
+                self._loop.add(task, partial(self._on_scored, part, worker, task, book))
             case LoadWeights(generator, version):
                 task = self._pool.load_weights(generator, version)
-                self._pending[task] = partial(self._on_loaded, generator, version, task)
+                self._loop.add(task, partial(self._on_loaded, generator, version, task))
             case Assist() | Update():
                 self._group = GroupTask(action)
                 self._submit_group()
@@ -341,7 +302,7 @@ class StepDriver:
             self._note_update(call, reports, book)
 
     def _train_again(self, calls: Sequence[UpdateCall]) -> list[list[UpdateReport]]:
-        return self._repeat(lambda: self._recovery.train_again(calls, self._gather))
+        return self._repeat(lambda: self._recovery.train_again(calls, self._loop.gather))
 
     # ---- the trainer group ---------------------------------------------------------------------------------
 
@@ -352,7 +313,7 @@ class StepDriver:
         book = self._steps[self._group.action.micro_batch.step]
         self._group.submit(self._pool, book)
         for task in self._group.tasks.values():
-            self._pending[task] = partial(self._on_rank_done, self._group, task, book)
+            self._loop.add(task, partial(self._on_rank_done, self._group, task, book))
 
     def _on_rank_done(self, group: GroupTask, task: Task, book: StepBook) -> list[Event]:
         """The group is done when its last rank is; only then is anything of it noted, as it may be done again."""
@@ -412,7 +373,7 @@ class StepDriver:
     def _on_snapshot(self, trainer: str, task: Task) -> list[Event]:
         adopted, copy = self._recovery.note_snapshot(trainer, task.result())
         if copy is not None:
-            self._pending[copy] = partial(self._on_copied, trainer, adopted, copy)
+            self._loop.add(copy, partial(self._on_copied, trainer, adopted, copy))
         self._flush()
         return []
 
@@ -423,7 +384,7 @@ class StepDriver:
 
     def _flush(self) -> None:
         for task in self._recovery.flush():
-            self._pending[task] = partial(_no_events, task)
+            self._loop.add(task, partial(take_nothing, task))
 
     # ---- restarts ------------------------------------------------------------------------------------------
 
@@ -431,7 +392,7 @@ class StepDriver:
         """Start those again whom an error shows to be lost; the error is raised where nobody is, or the run ends."""
         unit = self._recovery.lost_unit(error, worker)
         if unit == TRAINERS:
-            self._recovery.restart(unit, self._gather)
+            self._recovery.restart(unit, self._loop.gather)
             self._load_again(worker)
             return
         self._recovery.forget(unit)
@@ -446,8 +407,8 @@ class StepDriver:
             self._recover(failure, unit)
             return
         for task in tasks:
-            self._pending[task] = partial(_no_events, task)
-        self._pending[tasks[-1]] = partial(self._on_launched, unit, tasks[-1])
+            self._loop.add(task, partial(take_nothing, task))
+        self._loop.add(tasks[-1], partial(self._on_launched, unit, tasks[-1]))
 
     def _load_again(self, worker: str) -> None:
         """Let a generator that lives do what the trainers' loss has ended: it was loading what was lost with them."""
@@ -470,7 +431,7 @@ class StepDriver:
 
     def _load_and_join(self, unit: str, version: int) -> None:
         loading = self._pool.load_weights(unit, version)
-        self._pending[loading] = partial(self._on_rejoined, unit, version, loading)
+        self._loop.add(loading, partial(self._on_rejoined, unit, version, loading))
 
     def _on_rejoined(self, unit: str, version: int, task: Task) -> list[Event]:
         task.result()
@@ -486,8 +447,7 @@ class StepDriver:
 
     def on_lost(self, unit: str) -> None:
         """Forget what the workers of a unit were at; the scheduler hands it out anew."""
-        for task in [task for task in self._pending if self._pool.unit_of(task.worker) == unit]:
-            del self._pending[task]
+        self._loop.drop(lambda task: self._pool.unit_of(task.worker) == unit)
         self._restarting.discard(unit)
         if unit != TRAINERS:
             self._observe(WorkerLost(unit, returns=True))
@@ -502,8 +462,3 @@ class StepDriver:
     def on_given_up(self, unit: str) -> None:
         """Wait for them no more; others have taken over what they were at."""
         self._restarting.discard(unit)
-
-
-def _no_events(task: Task) -> list[Event]:
-    task.result()
-    return []

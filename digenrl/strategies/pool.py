@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from operator import itemgetter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-from digenrl.engines import Engine, JoinedTask, ObjectRef, Requirements, Task, WorkerDied, WorkerError
+from digenrl.engines import Engine, JoinedTask, ObjectRef, Requirements, Task, WorkerError
 from digenrl.strategies.optimizers import OptimizerSpec
 from digenrl.strategies.recovery import TRAINERS, Recovery
+from digenrl.strategies.rendezvous import Rendezvous
+from digenrl.strategies.run_state import RunState
 from digenrl.strategies.skeleton import ModuleOutline
 from digenrl.strategies.snapshots import StepCall
 from digenrl.strategies.weight_planes import (
@@ -27,8 +21,6 @@ from digenrl.strategies.weight_planes import (
 )
 from digenrl.strategies.workers import (
     BuildReport,
-    LogCall,
-    RankGroup,
     StepReport,
     Worker,
     WorkerSettings,
@@ -99,14 +91,12 @@ class WorkerPool:
         self.published_version: int | None = None
         """Of the weights that generators are to have; None before trainers have given any."""
         self.recovery = Recovery(self, max_restarts=max_restarts, snapshot=snapshot)
+        self.state = RunState(self)
         self._built: set[str] = set()
         self._module: bytes | None = None
         self._optimizer: OptimizerSpec | None = None
         self._place_in_run: tuple[int, int] | None = None  # policy version and seed, where the run was resumed
-        self._frozen_digest = ""  # of what `build` has given
-        self._base_states: list[tuple[ObjectRef, bool]] = []  # loaded since, and what trainers do not hand over
-        self._rendezvous: TCPStore | None = None
-        self._num_groups = 0
+        self._rendezvous = Rendezvous(engine)
         self._devices = devices
         self._workers_per_device = workers_per_device
         self._places: dict[str, int] = {}
@@ -169,8 +159,8 @@ class WorkerPool:
         tasks += [self._submit_build(rank) for rank in ranks if rank in self._built]
         if unit == TRAINERS and self._optimizer is not None:
             tasks += [self.engine.submit(rank, "configure_optimizer", self._optimizer) for rank in ranks]
-        for state, strict in self._base_states:
-            tasks += [self.engine.submit(rank, "load_state_dict", state, strict) for rank in ranks]
+        for rank in ranks:
+            tasks += self.state.submit_loads(rank)
         if self._place_in_run is not None and unit not in self.reward_workers:
             tasks += [self.engine.submit(rank, "resume", *self._place_in_run) for rank in ranks]
         return tasks
@@ -215,22 +205,7 @@ class WorkerPool:
         self.engine.start(worker, Worker, env=env)
 
     def _join(self, name: str, ranks: Sequence[str]) -> list[Task]:
-        """Let the ranks of a group meet, under a name that no group had before."""
-        if len(ranks) > 1 and self._rendezvous is None:
-            self._rendezvous = TCPStore(self.engine.driver_address, 0, is_master=True, wait_for_workers=False)
-        self._num_groups += 1
-        hosts = tuple(self.engine.host(rank) for rank in ranks)
-        groups = [
-            RankGroup(
-                self.engine.driver_address,
-                self._rendezvous.port if self._rendezvous is not None else 0,
-                f"{name}-{self._num_groups}",
-                rank,
-                hosts,
-                self.engine.task_timeout_s,
-            )
-            for rank in range(len(ranks))
-        ]
+        groups = self._rendezvous.make_groups(name, ranks)
         return [
             self.engine.submit(worker, "join_group", group, self._settings)
             for worker, group in zip(ranks, groups, strict=True)
@@ -255,7 +230,7 @@ class WorkerPool:
                     "same ones in every process."
                 )
         self._built.update(new)
-        self._frozen_digest = reports[0].frozen_digest
+        self.state.frozen_digest = reports[0].frozen_digest
         return reports[0].outlines
 
     def _submit_build(self, worker: str) -> Task:
@@ -285,7 +260,7 @@ class WorkerPool:
         """Make the optimizer on all trainers."""
 
         def configure() -> None:
-            self._call(self.trainers, "configure_optimizer", spec)
+            self.call(self.trainers, "configure_optimizer", spec)
             self.recovery.take_snapshot()
 
         self.recovery.run(configure)
@@ -293,15 +268,9 @@ class WorkerPool:
 
     def resume(self, version: int, seed: int) -> None:
         """Have all workers continue at `version`."""
-
-        def resume() -> None:
-            self._call([*self.generator_ranks, *self.trainers], "resume", version, seed)
-            if self._optimizer is not None:
-                self.recovery.take_snapshot()
-
         self._place_in_run = version, seed
         self.recovery.begin_anew(version)
-        self.recovery.run(resume)
+        self.change(lambda: [*self.generator_ranks, *self.trainers], "resume", version, seed)
 
     # ---- steps ---------------------------------------------------------------------------------------------
 
@@ -359,193 +328,31 @@ class WorkerPool:
         """Have each of a generator's ranks name what it holds otherwise than it was published; None if nothing."""
         return self._plane.compare(generator)
 
-    # ---- evaluation ----------------------------------------------------------------------------------------
-
-    def evaluate(
-        self, hook: str, batch: Sequence[Any], *args: Any, units: Sequence[int] | None = None
-    ) -> list[list[tuple[int, LogCall]]]:
-        """Run an evaluation hook with the batch spread over the generators.
-
-        Args:
-            hook: name of the module's method.
-            batch: prompts, or strings.
-            *args: what the hook takes beside it.
-            units: rows at which the batch may be cut, 0 and its length included; None is any.
-
-        Returns:
-            What the hook logged for each generator's share, each with the number of samples it speaks for.
-        """
-
-        def evaluate() -> list[list[tuple[int, LogCall]]]:
-            shares = self._generators_shares(batch, units)
-            logged = self.engine.gather(
-                [self._on_ranks(maker, "evaluation_step", hook, share, *args) for maker, share in shares.items()]
-            )
-            return _with_sizes(shares, logged)
-
-        return self.recovery.run(evaluate)
-
-    def _on_ranks(self, generator: str, method: str, *args: Any) -> Task:
-        """Have all devices of a generator do the same together; the first one's result counts."""
-        tasks = [self.engine.submit(rank, method, *args) for rank in self._ranks[generator]]
-        return tasks[0] if len(tasks) == 1 else JoinedTask(generator, tasks, itemgetter(0))
-
-    def validate(
-        self, batch: Sequence[Any], batch_idx: int, *, units: Sequence[int] | None = None
-    ) -> list[list[tuple[int, LogCall]]]:
-        """Make a validation batch on the generators and score it on the reward workers; see `evaluate`."""
-
-        def validate() -> list[list[tuple[int, LogCall]]]:
-            shares = self._generators_shares(batch, units)
-            return _with_sizes(shares, self._make_and_score(shares, batch_idx))
-
-        return self.recovery.run(validate)
-
-    def _make_and_score(self, shares: Mapping[str, Sequence[Any]], batch_idx: int) -> list[list[LogCall]]:
-        making = [
-            self._on_ranks(generator, "validation_samples", share, batch_idx) for generator, share in shares.items()
-        ]
-        scorers = itertools.cycle(self.reward_workers)
-        try:
-            scoring = []
-            for task in making:  # each is scored while the next are made
-                scoring.append(self.engine.submit(next(scorers), "score_validation", self.engine.gather([task])[0]))
-            return self.engine.gather(scoring)
-        finally:
-            self._free_results(making)
-
-    def _free_results(self, tasks: Sequence[Task]) -> None:
-        """Have those that live let go of the objects that tasks have given, or will give."""
-        frees = []
-        for task in tasks:
-            try:
-                samples: ObjectRef = self.engine.gather([task])[0]
-            except Exception:  # of a worker that has died, or of what the caller knows already
-                continue
-            frees.append(self.engine.submit(samples.worker, "free", [samples]))
-        for task in frees:
-            with suppress(WorkerDied):
-                self.engine.gather([task])
-
-    def _generators_shares(self, batch: Sequence[Any], units: Sequence[int] | None) -> dict[str, Sequence[Any]]:
-        borders = range(len(batch) + 1) if units is None else units
-        return {
-            generator: batch[borders[start] : borders[stop]]
-            for generator, (start, stop) in zip(
-                self.generators, even_shares(len(borders) - 1, len(self.generators)), strict=True
-            )
-            if stop > start
-        }
-
-    def sample(self, prompts: PromptBatch) -> Tensor:
-        """Make deterministic samples on the generators: media [B, (F), C, H, W] in [0, 1]."""
-
-        def sample() -> list[Tensor]:
-            shares = even_shares(len(prompts), len(self.generators))
-            return self.engine.gather(
-                [
-                    self._on_ranks(generator, "sample", prompts.select(slice(start, stop)))
-                    for generator, (start, stop) in zip(self.generators, shares, strict=True)
-                    if stop > start
-                ]
-            )
-
-        return torch.cat(self.recovery.run(sample))
-
-    # ---- state ---------------------------------------------------------------------------------------------
-
-    @property
-    def _keepers(self) -> Sequence[str]:
-        """Whose state is that of the run: one hands it over, but all have a share of it."""
-        return self.trainers or self._ranks[self.generators[0]]
-
-    def await_state(self, timeout_s: float) -> None:
-        """Wait until the workers whose state is fetched are free.
-
-        Raises:
-            WorkerTimeout: one is not within `timeout_s` seconds.
-        """
-        end_s = time.monotonic() + timeout_s
-        for keeper in self._keepers:
-            self.engine.drain(keeper, max(end_s - time.monotonic(), 0.0))
-
-    def fetch_state_dict(self) -> dict[str, Any]:
-        """Fetch the weights: the trainers', if there are any."""
-        return self._fetch(self._keepers, "state_dict")
-
-    def push_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> None:
-        """Replace the weights of all workers."""
-        ref = self.engine.store.put(dict(state_dict))
-        self._push([*self.trainers, *self.generator_ranks, *self.reward_workers], "load_state_dict", ref, strict)
-        if self.recovery.is_possible and self._must_be_loaded_again():
-            if strict:
-                self._free_base_states()
-            self._base_states.append((ref, strict))
-        else:
-            self.engine.store.free([ref])
-
-    def _must_be_loaded_again(self) -> bool:
-        """Whether workers that are started again would lack something that was loaded, and trainers do not send."""
-        digests = self.recovery.run(lambda: self._call(self._ranks[self.generators[0]], "frozen_digest"))
-        return self.published_version is None or digests[0] != self._frozen_digest
-
-    def _free_base_states(self) -> None:
-        self.engine.store.free([ref for ref, _ in self._base_states])
-        self._base_states.clear()
-
-    def fetch_optimizer_state(self) -> dict[str, Any]:
-        """Fetch the optimizer's state by parameter name."""
-        return self._fetch(self.trainers, "optimizer_state")
-
-    def push_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """Replace the optimizer's state on all trainers."""
-        ref = self.engine.store.put(dict(state))
-        self._push(self.trainers, "load_optimizer_state", ref)
-        self.engine.store.free([ref])
-
     def shutdown(self) -> None:
         """End all workers. Safe to call twice."""
         self.engine.shutdown()
         self._plane.close()
         self.recovery.close()
-        self._free_base_states()
-        self._rendezvous = None
+        self.state.free()
+        self._rendezvous.close()
         self._built.clear()
 
-    def _fetch(self, workers: Sequence[str], method: str) -> dict[str, Any]:
-        """Have workers that share a state put it together, and take it from the first."""
-        self.recovery.check_state()
-        return self.recovery.run(lambda: self._fetch_once(workers, method))
+    def change(self, workers: Callable[[], Sequence[str]], method: str, *args: Any) -> None:
+        """Have workers change their state, and keep that of the trainers if they train already.
 
-    def _fetch_once(self, workers: Sequence[str], method: str) -> dict[str, Any]:
-        ref = self._call(workers, method)[0]
-        # A copy: what was read is memory that the worker is about to give back.
-        state: dict[str, Any] = _clone_tensors(self.engine.store.get(ref))
-        self.engine.call(workers[0], "free", [ref])
-        return state
+        Args:
+            workers: gives them, with each attempt anew: one may be given up in between.
+            method: of theirs.
+            *args: of the method.
+        """
 
-    def _push(self, workers: Sequence[str], method: str, ref: ObjectRef, *args: Any) -> None:
-        def push() -> None:
-            self._call(workers, method, ref, *args)
+        def change() -> None:
+            self.call(workers(), method, *args)
             if self._optimizer is not None:
                 self.recovery.take_snapshot()
 
-        self.recovery.run(push)
+        self.recovery.run(change)
 
-    def _call(self, workers: Sequence[str], method: str, *args: Any) -> list[Any]:
+    def call(self, workers: Sequence[str], method: str, *args: Any) -> list[Any]:
+        """Have workers do the same, and wait for it."""
         return self.engine.gather([self.engine.submit(worker, method, *args) for worker in workers])
-
-
-def _with_sizes(
-    shares: Mapping[str, Sequence[Any]], logged: Sequence[Sequence[LogCall]]
-) -> list[list[tuple[int, LogCall]]]:
-    """Put beside each call for how many samples it speaks."""
-    return [[(len(share), call) for call in calls] for share, calls in zip(shares.values(), logged, strict=True)]
-
-
-def _clone_tensors(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.to("cpu", copy=True)  # quantized state of an optimizer has no `clone`
-    if isinstance(value, dict):
-        return {key: _clone_tensors(entry) for key, entry in value.items()}
-    return value

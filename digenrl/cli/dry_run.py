@@ -284,7 +284,7 @@ def _check(
     trainer.training = True
     strategy.connect(module)
     trainer._data_connector.attach_data(module, datamodule=data)
-    strategy._check(trainer)
+    strategy.check(trainer)
 
 
 def _num_groups(data: LightningDataModule) -> int:

@@ -108,7 +108,7 @@ class StepShape:
             0,
             num_groups=num_groups,
             group_size=module.group_size,
-            groups_per_micro_batch=strategy._micro_batch_groups(num_groups),
+            groups_per_micro_batch=strategy.micro_batch_groups(num_groups),
             num_generators=strategy.generators,
             generation_batch_size=strategy.generation_batch_size,
             keeps_groups_whole=RewardTraits.of(module.reward).groupwise,

@@ -86,7 +86,8 @@ def sample_sde(
     for index in range(num_kernel_steps):
         predicted = velocity(latents, sigmas[index].expand(len(latents))).float()
         chosen = kernel if index in sde_steps else Euler()
-        step = _step(latents, predicted, sigmas, index, chosen, seeds, is_recorded=index in recorded)
+        is_scored = index in recorded and scored_velocity is None
+        step = _step(latents, predicted, sigmas, index, chosen, seeds, needs_log_prob=is_scored)
         if index in recorded:
             if scored_velocity is not None:
                 scored = scored_velocity(latents, sigmas[index].expand(len(latents))).float()
@@ -154,7 +155,7 @@ def _step(
     kernel: Kernel,
     seeds: Sequence[int],
     *,
-    is_recorded: bool,
+    needs_log_prob: bool,
 ) -> KernelStep:
     """Make one step of `kernel` with the samples' own noise."""
     noise = None
@@ -162,7 +163,7 @@ def _step(
         noise = sample_noise(seeds, f"step {index}", latents.shape[1:]).to(latents.device)
     sigma, next_sigma = sigmas[index : index + 2]
     return kernel.step(
-        latents, velocity, sigma, next_sigma, sigma_max=sigmas[1], noise=noise, needs_log_prob=is_recorded
+        latents, velocity, sigma, next_sigma, sigma_max=sigmas[1], noise=noise, needs_log_prob=needs_log_prob
     )
 
 

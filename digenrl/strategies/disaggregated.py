@@ -195,7 +195,8 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         """What each worker did in the last step, and when."""
         self._pool: WorkerPool | None = None
         self._data = TrainingData()
-        self._steps: TrainingSteps | None = None  # of the newest fit
+        self.steps: TrainingSteps | None = None
+        """Of the newest fit; None before one."""
         self._module_blob: bytes | None = None
         self._built_module: DiffusionRLModule | None = None
         self._has_failed = False
@@ -221,7 +222,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
     def setup_environment(self) -> None:
         """Check what the user gave, then start the workers."""
         trainer = self._trainer
-        self._check(trainer)
+        self.check(trainer)
         if self._pool is None:
             self._pool = make_pool(self, trainer, engine=self._engine_name, device=self._device)
             weakref.finalize(self, self._pool.shutdown)
@@ -253,7 +254,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         if self._driver is None:
             self.pool.connect_trainers(self.policy_version)
         self.setup_optimizers(trainer)
-        self._steps = TrainingSteps(self, self._data)
+        self.steps = TrainingSteps(self, self._data)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Run the user's `configure_optimizers` on the skeleton and rebuild the optimizer on the trainers."""
@@ -269,11 +270,20 @@ class DisaggregatedStrategy(SingleProcessStrategy):
             return self._data.wrap(dataloader, self._trainer)
         return dataloader
 
-    def _check(self, trainer: Trainer) -> None:
-        """Find what cannot work before a worker starts."""
+    def check(self, trainer: Trainer) -> None:
+        """Find what cannot work before a worker starts.
+
+        Raises:
+            ValueError: a setting, or several together, that cannot be carried out.
+        """
         check_run(self, trainer, engine=self._engine_name, device=self._device)
 
-    def _micro_batch_groups(self, num_groups: int) -> int:
+    def micro_batch_groups(self, num_groups: int) -> int:
+        """Give the groups of a micro-batch in a step of `num_groups`.
+
+        Raises:
+            ValueError: micro-batches do not divide the step, or cannot be split over the trainers.
+        """
         return micro_batch_groups(
             self.groups_per_micro_batch,
             num_groups=num_groups,
@@ -301,8 +311,8 @@ class DisaggregatedStrategy(SingleProcessStrategy):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Run one RL step on the workers, up to the accumulated gradient; returns its loss, for logging."""
-        assert self._steps is not None, "`setup` makes them"
-        return torch.tensor(self._steps.train(batch))
+        assert self.steps is not None, "`setup` makes them"
+        return torch.tensor(self.steps.train(batch))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Run the closure and Lightning's hooks, then step the trainers.
@@ -311,30 +321,30 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         scheduler see the step.
         """
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        assert self._steps is not None, "`setup` makes them"
-        self.last_step_spans = self._steps.finish(optimizer)
+        assert self.steps is not None, "`setup` makes them"
+        self.last_step_spans = self.steps.finish(optimizer)
         return result
 
     def profile(self) -> Profile | None:
         """Give the durations this run has measured; None before its first step is over."""
-        return None if self._steps is None else self._steps.profile()
+        return None if self.steps is None else self.steps.profile()
 
     def validation_step(self, batch: Any, *args: Any) -> None:
         """Run the module's `validation_step` on the generators and log what it logs."""
-        self._pause()
+        self.pause()
         evaluate(self.pool, self.module, "validation_step", batch, *args)
 
     def test_step(self, batch: Any, *args: Any) -> None:
         """Run the module's `test_step` on the generators and log what it logs."""
-        self._pause()
+        self.pause()
         evaluate(self.pool, self.module, "test_step", batch, *args)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: there is no such step yet."""
         raise RuntimeError("`predict` is not available under `DisaggregatedStrategy`; use `module.sample(prompts)`.")
 
-    def _pause(self) -> None:
-        """Bring the generators up to date and keep them free."""
+    def pause(self) -> None:
+        """Bring the generators up to date and keep them free until the next step."""
         if self._driver is not None:
             self._driver.pause()
 
@@ -378,7 +388,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         self.pool.resume(self.policy_version, self.module.seed)
         self._begin_anew()
 
-    def _replace_weights(self, state_dict: Mapping[str, Any], strict: bool) -> None:
+    def replace_weights(self, state_dict: Mapping[str, Any], strict: bool) -> None:
         """Send weights to all workers in the middle of a run; a step that was begun ahead begins anew with them."""
         if self._driver is not None:
             self._driver.close()
@@ -393,8 +403,8 @@ class DisaggregatedStrategy(SingleProcessStrategy):
 
     def _begin_anew(self) -> None:
         """Let steps begin with the weights that were pushed."""
-        if self._steps is not None:
-            self._steps.begin_anew()
+        if self.steps is not None:
+            self.steps.begin_anew()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Give the optimizer's settings, and its state fetched from the trainers."""
@@ -452,7 +462,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
         if self._built_module is not None:
             self._built_module._remote = None
             skeleton.remove(self._built_module)
-        self._pool = self._steps = self._module_blob = self._built_module = None
+        self._pool = self.steps = self._module_blob = self._built_module = None
         self.policy_version = 0
 
     @property
@@ -462,7 +472,7 @@ class DisaggregatedStrategy(SingleProcessStrategy):
 
     @property
     def _driver(self) -> StepDriver | None:
-        return None if self._steps is None else self._steps.driver
+        return None if self.steps is None else self.steps.driver
 
     @property
     def pool(self) -> WorkerPool:

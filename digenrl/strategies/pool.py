@@ -156,14 +156,13 @@ class WorkerPool:
         for rank in ranks:
             self._start(rank)
         tasks = self._join(unit, ranks) if unit == TRAINERS or len(ranks) > 1 else []
-        tasks += [self._submit_build(rank) for rank in ranks if rank in self._built]
+        built = [rank for rank in ranks if rank in self._built]
+        tasks += [self._submit_build(rank) for rank in built]
         if unit == TRAINERS and self._optimizer is not None:
             tasks += [self.engine.submit(rank, "configure_optimizer", self._optimizer) for rank in ranks]
-        for rank in ranks:
+        for rank in built:
             tasks += self.state.submit_loads(rank)
-        if self._place_in_run is not None and unit not in self.reward_workers:
-            tasks += [self.engine.submit(rank, "resume", *self._place_in_run) for rank in ranks]
-        return tasks
+        return tasks + self._submit_resumes(built)
 
     def rejoin(self, unit: str) -> None:
         """Connect a unit that was launched again, and has the state it had, with the weight plane."""
@@ -231,6 +230,9 @@ class WorkerPool:
                 )
         self._built.update(new)
         self.state.frozen_digest = reports[0].frozen_digest
+        if self.trainers:
+            self.state.hand_over()
+            self.recovery.run(lambda: self.engine.gather(self._submit_resumes(self.trainers)))
         return reports[0].outlines
 
     def _submit_build(self, worker: str) -> Task:
@@ -242,6 +244,13 @@ class WorkerPool:
             trains=worker in self.trainers,
             sets_up_reward=worker in (self.reward_workers or self.generator_ranks),
         )
+
+    def _submit_resumes(self, workers: Sequence[str]) -> list[Task]:
+        """Tell workers that build where in its run this one was resumed, if it was."""
+        if self._place_in_run is None:
+            return []
+        place = self._place_in_run
+        return [self.engine.submit(worker, "resume", *place) for worker in workers if worker not in self.reward_workers]
 
     def connect_trainers(self, version: int) -> None:
         """Give the trainers' weights to the generators."""

@@ -442,3 +442,4 @@ class Recovery:
         self._to_free.clear()
         self._snapshot, self._incoming, self._incoming_copies, self._copies = {}, {}, {}, []
         self.journal.begin_anew(0)
+        self.observer = None  # through which all of the run would live as long as the pool

@@ -29,21 +29,21 @@ class RemoteModule:
 
     def push_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> None:
         """Replace the whole state."""
-        self._strategy._replace_weights(state_dict, strict)
+        self._strategy.replace_weights(state_dict, strict)
 
     def sample(self, prompts: PromptBatch) -> Tensor:
         """Make samples on the generators: media [B, (F), C, H, W] in [0, 1]."""
-        self._strategy._pause()
+        self._strategy.pause()
         return make_samples(self._strategy.pool, prompts)
 
     def step_metrics(self) -> dict[str, float]:
         """Give what is known only after the optimizer step: gradient norm, times, utilization."""
-        steps = self._strategy._steps
+        steps = self._strategy.steps
         return {} if steps is None else steps.metrics
 
     def serve(self) -> None:
         """Answer workers that wait for this process, which is at something long."""
-        steps = self._strategy._steps
+        steps = self._strategy.steps
         if steps is not None:
             steps.driver.serve()
 

@@ -80,7 +80,7 @@ def check_run(strategy: DisaggregatedStrategy, trainer: Trainer, *, engine: str,
     check_data(strategy.module, datamodule)
     check_dropping(strategy.module.reward_errors, trainer)
     if isinstance(datamodule, PromptData):
-        strategy._micro_batch_groups(datamodule.prompts_per_step)
+        strategy.micro_batch_groups(datamodule.prompts_per_step)
     strategy.module.policy.prepare()
 
 

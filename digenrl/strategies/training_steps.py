@@ -51,7 +51,7 @@ class TrainingSteps:
             strategy.pool,
             num_generators=strategy.generators,
             generation_batch_size=strategy.generation_batch_size,
-            micro_batch_groups=strategy._micro_batch_groups,
+            micro_batch_groups=strategy.micro_batch_groups,
         )
         self.driver = StepDriver(
             strategy.pool,

@@ -137,6 +137,28 @@ def test_samples_do_not_depend_on_how_they_are_batched(kernel: Kernel, borders: 
         assert torch.equal(part.latents, whole.latents[start:stop])
 
 
+@pytest.mark.parametrize("scored_velocity", [None, half_velocity])
+def test_each_recorded_step_is_scored_once_and_no_other_is(scored_velocity: Callable[..., Tensor] | None) -> None:
+    scored: list[float] = []
+
+    class Counting(DanceSDE):
+        def _log_prob(self, residual: Tensor, std: Tensor) -> Tensor:
+            scored.append(float(std[0]))
+            return super()._log_prob(residual, std)
+
+    sigmas, seeds = flow_match_sigmas(5), [1, 2, 3]
+    sample_sde(
+        elementwise_velocity,
+        sample_noise(seeds, "initial", (5,)),
+        sigmas,
+        Counting(0.3),
+        seeds=seeds,
+        recorded=range(1, 3),
+        scored_velocity=scored_velocity,
+    )
+    assert scored == pytest.approx([0.3 * float(sigmas[index] - sigmas[index + 1]) ** 0.5 for index in (1, 2)])
+
+
 def test_each_step_adds_the_noise_of_its_own_stream() -> None:
     sigmas, seeds, kernel = flow_match_sigmas(4), [1, 2, 3], DanceSDE(0.3)
     start = sample_noise(seeds, "initial", (5,))

@@ -8,9 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc  # type: ignore[import-untyped]
 import pytest
 import ray
 import torch
@@ -19,8 +21,9 @@ from ray._private.internal_api import memory_summary
 from digenrl import DisaggregatedStrategy
 from digenrl.engines import ObjectLost, RemoteTraceback, Requirements, WorkerDied, WorkerTimeout
 from digenrl.engines.ray import RayEngine
+from digenrl.engines.ray import cluster as connection
 from digenrl.engines.ray.cluster import check_address
-from digenrl.engines.ray.placement import check_resources
+from digenrl.engines.ray.placement import check_amounts, check_resources
 from tests.engines.ray_rig import Rig
 from tests.engines.test_engines import (
     DTYPES,
@@ -275,11 +278,54 @@ def test_resources_must_fit_one_by_one_and_together() -> None:
         check_resources({"generator": [{"GPU": 1.0}] * 3, "trainer": [{"GPU": 1.0}] * 2}, hosts)
 
 
-def test_an_address_at_which_nobody_answers_is_named() -> None:
+def test_hosts_may_have_enough_together_and_no_room() -> None:
+    hosts = [{"CPU": 8.0, "GPU": 6.0}, {"CPU": 8.0, "GPU": 6.0}]
+    said = r"^3 generators need GPU 4 on one host each, .* have room for 2 of them: in all it has CPU 16, GPU 12\.$"
+    with pytest.raises(ValueError, match=said):
+        check_resources({"generator": [{"GPU": 4.0}] * 3}, hosts)
+    check_resources({"generator": [{"GPU": 4.0}] * 2, "trainer": [{"GPU": 2.0}] * 2}, hosts)
+    check_resources({"generator": [{"GPU": 0.1}] * 120}, hosts)
+
+
+@pytest.mark.parametrize("amount", [-1, float("nan"), float("inf"), 1.5])
+def test_an_amount_that_ray_does_not_take_is_refused(amount: float) -> None:
+    with pytest.raises(ValueError, match=f"`trainer_resources` asks for big {amount:g}: .* at least 0"):
+        check_amounts("trainer", {"CPU": 0, "GPU": 0.5, "big": amount})
+    check_amounts("trainer", {"CPU": 0, "GPU": 0.5, "big": 2})
+
+
+def test_an_address_at_which_nobody_answers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"no Ray cluster answers at `ray_address` 127\.0\.0\.1:9: Connection refused"):
         check_address("127.0.0.1:9")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    with pytest.raises(ValueError, match=r"no Ray cluster answers at RAY_ADDRESS 127\.0\.0\.1:9: Connection refused"):
+        check_address("127.0.0.1:9")
+    with pytest.raises(ValueError, match="`ray_address` is empty"):
+        RayEngine(60.0, address="")
     with pytest.raises(ValueError, match=r"`ray_address` ray://head:10001 is that of Ray Client"):
         check_address("ray://head:10001")
+
+
+def test_a_cluster_that_wants_its_token_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
+        def intercept_service(self, continuation: Any, call: Any) -> Any:
+            def answer(request: bytes, context: Any) -> bytes:
+                if dict(call.invocation_metadata).get("authorization") != "Bearer right":
+                    context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
+                return b""
+
+            return grpc.unary_unary_rpc_method_handler(answer)
+
+    server = grpc.server(ThreadPoolExecutor(1), interceptors=[Guard()])
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    for token in ([], [("authorization", "Bearer wrong")]):
+        monkeypatch.setattr(connection, "_token", lambda token=token: token)
+        with pytest.raises(ValueError, match=f"cluster at `ray_address` {address} lets in only who has its token: set"):
+            check_address(address)
+    monkeypatch.setattr(connection, "_token", lambda: [("authorization", "Bearer right")])
+    check_address(address)
+    server.stop(None)
 
 
 def test_the_address_of_another_cluster_is_refused_where_there_is_a_connection(engine: RayEngine) -> None:

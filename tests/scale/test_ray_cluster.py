@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,14 @@ import pytest
 import ray
 import torch
 from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table
 from torch import Tensor
 
 from digenrl import DisaggregatedStrategy
 from digenrl.engines import Requirements, WorkerDied, WorkerError
-from digenrl.engines.ray import RayEngine
+from digenrl.engines.ray import RayEngine, placement
 from digenrl.engines.ray import cluster as connection
+from digenrl.engines.ray.placement import Placement
 from digenrl.strategies.step_book import StepBook
 from tests.engines.ray_rig import Rig
 from tests.integration.toy_runs import fit, relative_difference
@@ -117,6 +121,30 @@ def test_resources_that_others_use_are_waited_for_and_named(cluster: Cluster) ->
     third = RayEngine(170.0, address=cluster.address, placement_timeout_s=60.0)
     third.reserve(needs(0, 2))
     third.shutdown()
+
+
+def test_a_run_holds_no_part_of_what_it_needs_while_the_rest_is_not_there(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two runs that start at the same time would wait for each other."""
+    caplog.set_level("INFO", "digenrl")
+    monkeypatch.setattr(placement, "_HOLD_S", 1.0)
+    ray.init(cluster.address, log_to_driver=False)
+    trains = ray.util.placement_group([{"training": 2}])
+    ray.get(trains.ready())
+    run = Placement(120.0)
+    with ThreadPoolExecutor(1) as thread:
+        reserved = thread.submit(run.reserve, needs(4, 2))
+        while [entry["state"] for entry in placement_group_table().values()].count("CREATED") < 2:  # trains, generators
+            time.sleep(0.02)
+        rival = ray.util.placement_group([{"making": 2}] * 2)  # all of it, so that the run may have none
+        assert rival.wait(60)
+        assert not reserved.done()
+        ray.util.remove_placement_group(trains)
+        ray.util.remove_placement_group(rival)
+        assert len(reserved.result(60)) == 6
+    assert "wait for resources that others use" in caplog.text
+    run.release()
 
 
 def test_other_hosts_get_the_working_directory_and_the_environment(

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+import grpc  # type: ignore[import-untyped]
 import ray
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ class Cluster:
         Raises:
             ValueError: there is no cluster, or it does not take this process.
         """
+        if address == "":
+            raise ValueError("`ray_address` is empty: name a cluster, or leave it away to start one on this host.")
         if not ray.is_initialized():
             connect(address or os.environ.get("RAY_ADDRESS") or "local", runtime_env)
             Cluster._is_ours = True
@@ -101,11 +104,11 @@ def check_address(address: str) -> None:
     """Check that somebody answers at an address.
 
     Raises:
-        ValueError: nobody does, or only a proxy for clients.
+        ValueError: nobody does, or only a proxy for clients, or it wants a token.
     """
     if address.startswith("ray://"):
         raise ValueError(
-            f"`ray_address` {address} is that of Ray Client, whose driver is outside of the cluster: run on the "
+            f"{_named(address)} is that of Ray Client, whose driver is outside of the cluster: run on the "
             "cluster, with `ray job submit` for example."
         )
     match = re.fullmatch(_HOST_AND_PORT, address)
@@ -114,7 +117,40 @@ def check_address(address: str) -> None:
     try:
         socket.create_connection((match[1].strip("[]"), int(match[2])), _ANSWER_S).close()
     except OSError as error:
-        raise ValueError(f"no Ray cluster answers at `ray_address` {address}: {error.strerror or error}.") from error
+        raise ValueError(f"no Ray cluster answers at {_named(address)}: {error.strerror or error}.") from error
+    if not takes_token(address):
+        raise ValueError(
+            f"the Ray cluster at {_named(address)} lets in only who has its token: set RAY_AUTH_MODE=token, and put "
+            "its token into ~/.ray/auth_token or RAY_AUTH_TOKEN."
+        )
+
+
+def takes_token(address: str) -> bool:
+    """Whether a cluster lets in who comes with what this process would show; Ray itself asks for 20 seconds.
+
+    Only a refusal counts: what else may be wrong at this address Ray says on connecting.
+    """
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
+        try:
+            ask(b"", timeout=_ANSWER_S, metadata=_token())
+        except grpc.RpcError as error:
+            return bool(error.code() != grpc.StatusCode.UNAUTHENTICATED)
+    return True
+
+
+def _token() -> list[tuple[str, str]]:
+    """Give the header with the token that Ray would send, if it sends one."""
+    try:
+        from ray._private.authentication.http_token_authentication import get_auth_headers_if_auth_enabled
+    except ImportError:  # a version before there were tokens
+        return []
+    return [(name.lower(), value) for name, value in get_auth_headers_if_auth_enabled({}).items()]
+
+
+def _named(address: str) -> str:
+    """Say where an address was given."""
+    return f"{'RAY_ADDRESS' if address == os.environ.get('RAY_ADDRESS') else '`ray_address`'} {address}"
 
 
 def is_one_host() -> bool:
@@ -143,8 +179,12 @@ def _init(address: str, runtime_env: Mapping[str, Any] | None) -> None:
     except (ConnectionError, RuntimeError, ValueError, SystemExit) as error:
         with suppress(Exception):
             ray.shutdown()
+        if address == "auto" and "not find any running" in str(error):
+            raise ValueError(
+                f"{_named(address)}: no Ray cluster runs on this host: start one with `ray start`, or give an address."
+            ) from error
         said = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ValueError(f"Ray cannot be used at `ray_address` {address}: {said}") from error
+        raise ValueError(f"Ray cannot be used at {_named(address)}: {said}") from error
     finally:
         if is_main:  # Ray's handler would end the process with no more word than an exit code
             signal.signal(signal.SIGTERM, handler)

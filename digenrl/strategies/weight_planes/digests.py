@@ -38,7 +38,7 @@ class ByteTable:
         if not whole or self._unaligned is not None:
             return
         self._words = data[:whole].view(torch.int64).view(-1, _COLUMNS)
-        if not data.is_cuda:
+        if data.device.type == "cpu":
             self._host_words = self._words.numpy()  # adds columns up in half of torch's time
 
     def digest(self) -> bytes:

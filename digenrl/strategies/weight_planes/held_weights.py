@@ -42,11 +42,12 @@ class HeldWeights:
             flat.copy_(tensor)
         digests = {}
         for index, place in places:
-            copy_bytes(place, self._joined(index))
-            digests[index] = self._digest(index)
+            data = self._joined(index)
+            copy_bytes(place, data)
+            digests[index] = self._digest(index, data)
         for index in self.held:
             if index not in digests:
-                digests[index] = self._digest(index)
+                digests[index] = self._digest(index, self._joined(index))
         self._finish()
         return b"".join(digests[index] for index in self.held)
 
@@ -64,11 +65,11 @@ class HeldWeights:
             if self._strided and any(part.tensor in self._strided for part in self.chunks[index].parts):
                 late.append(index)
             else:
-                digests[index] = self._digest(index)
+                digests[index] = self._digest(index, self._joined(index))
         for tensor, flat in self._strided.values():
             tensor.copy_(flat)
             flat.copy_(tensor)
-        digests.update({index: self._digest(index) for index in late})
+        digests.update({index: self._digest(index, self._joined(index)) for index in late})
         self._finish()
         return digests
 
@@ -109,8 +110,9 @@ class HeldWeights:
         parts = self._parts[index]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _digest(self, index: int) -> bytes:
-        return self._tables[index].digest() if index in self._tables else chunk_digest(self._joined(index))
+    def _digest(self, index: int, data: Tensor) -> bytes:
+        """Digest a chunk whose bytes are `data`, by the table that it has if it is one part."""
+        return self._tables[index].digest() if index in self._tables else chunk_digest(data)
 
     def _look(self) -> None:
         """Find the tensors' memory, which may have moved since the last time."""

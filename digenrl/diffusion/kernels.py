@@ -98,14 +98,14 @@ class Kernel(ABC):
             return append_dims(row_values, latents.ndim)
 
         # latents + velocity (next_sigma - sigma) - predicted noise * pull, in two passes over the latents
-        drift = next_sigma - sigma - (1 - sigma) * pull
-        mean = torch.addcmul(latents * elementwise(1 - pull), velocity, elementwise(drift))
+        predicted_noise = latents + velocity * elementwise(1 - sigma)
+        mean = latents + velocity * elementwise(next_sigma - sigma) - predicted_noise * elementwise(pull)
         if next_latents is None:
             if self.is_deterministic:
                 next_latents = mean
             else:
                 noise = _standard_normal(latents, rng) if noise is None else noise.to(latents.dtype)
-                next_latents = torch.addcmul(mean, noise, elementwise(std))
+                next_latents = mean + noise * elementwise(std)
         log_prob = None
         if needs_log_prob and not self.is_deterministic:
             log_prob = self._log_prob(next_latents.detach().to(latents.dtype) - mean, std)

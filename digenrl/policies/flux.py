@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from digenrl.policies.checks import check_embedded_guidance, check_multiple
 from digenrl.policies.components import Pipeline
 from digenrl.policies.embeddings import Embedding
+from digenrl.policies.lora import JOINT_ATTENTION
 from digenrl.policies.pipeline import PipelinePolicy
 from digenrl.policies.pipeline_files import vae_factor
 from digenrl.types import Condition
@@ -35,16 +36,7 @@ class FluxPolicy(PipelinePolicy):
     condition_class = FluxCondition
     transformer: Any
     block_lists = ("transformer_blocks", "single_transformer_blocks")
-    default_lora_targets: ClassVar[tuple[str, ...]] = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-    )
+    default_lora_targets = JOINT_ATTENTION
 
     def __init__(
         self, path: str, *, guidance: float | None = None, max_sequence_length: int = 512, **settings: Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from digenrl.policies.checks import check_embedded_guidance
 from digenrl.policies.components import Pipeline
 from digenrl.policies.embeddings import Embedding
+from digenrl.policies.lora import JOINT_ATTENTION
 from digenrl.policies.video import VideoPipelinePolicy
 from digenrl.types import Condition
 
@@ -37,16 +38,7 @@ class HunyuanVideoPolicy(VideoPipelinePolicy):
     condition_class = HunyuanVideoCondition
     transformer: Any
     block_lists = ("transformer_blocks", "single_transformer_blocks")
-    default_lora_targets: ClassVar[tuple[str, ...]] = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-    )
+    default_lora_targets = JOINT_ATTENTION
 
     def __init__(
         self,

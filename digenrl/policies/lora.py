@@ -18,6 +18,19 @@ LoRAInit = Literal["gaussian", "kaiming"]
 """How the first factor is drawn; the second is 0, so the policy starts as the base model."""
 
 ADAPTER = "default"
+
+JOINT_ATTENTION = (
+    "attn.to_q",
+    "attn.to_k",
+    "attn.to_v",
+    "attn.to_out.0",
+    "attn.add_q_proj",
+    "attn.add_k_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
+)
+"""Ends of the paths of the layers that an adapter is for where text and image tokens attend to each other."""
+
 _SCALES = ("use_rslora", "alpha_pattern")
 """Settings of peft that change the scale of an adapter, of all layers or of some."""
 

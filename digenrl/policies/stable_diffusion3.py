@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from digenrl.policies.checks import check_multiple
 from digenrl.policies.components import Pipeline
 from digenrl.policies.embeddings import Embedding
+from digenrl.policies.lora import JOINT_ATTENTION
 from digenrl.policies.pipeline import PipelinePolicy
 from digenrl.policies.pipeline_files import vae_factor
 from digenrl.types import Condition
@@ -34,16 +35,7 @@ class StableDiffusion3Policy(PipelinePolicy):
     pipeline_classes = ("StableDiffusion3Pipeline",)
     condition_class = StableDiffusion3Condition
     transformer: Any
-    default_lora_targets: ClassVar[tuple[str, ...]] = (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-    )
+    default_lora_targets = JOINT_ATTENTION
 
     def __init__(self, path: str, **settings: Any) -> None:
         """Check the settings, which are those of `PipelinePolicy`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import selectors
 import signal
 import socket
 import sys
@@ -47,6 +48,8 @@ class LocalEngine(Engine):
     def __init__(self, task_timeout_s: float = 3600.0) -> None:
         super().__init__(task_timeout_s)
         self._processes: dict[str, _Process] = {}
+        self._news = selectors.PollSelector()  # it needs no file of its own
+        """What tells of results and deaths, with the worker's name; asked often, so it is not made anew each time."""
         self._causes: dict[str, str] = {}
         self._task_ids = itertools.count()
         self.store: SharedMemoryStore = SharedMemoryStore("driver")
@@ -59,6 +62,8 @@ class LocalEngine(Engine):
             pid = _fork_server.fork(worker, theirs)
         self._causes.pop(worker, None)
         process = self._processes[worker] = _Process(pid, Connection(ours.detach()))
+        for source in (process.connection, process.death):
+            self._news.register(source, selectors.EVENT_READ, worker)
         try:
             # The driver's surroundings of now; the server has those of its own start.
             process.connection.send_bytes(pickle.dumps(({**os.environ, **(env or {})}, sys.path, os.getcwd())))
@@ -126,19 +131,16 @@ class LocalEngine(Engine):
             self.kill(worker)
 
     def _receive(self, timeout_s: float) -> None:
-        workers: dict[Connection | int, str] = {}
-        for worker, process in self._processes.items():
-            workers[process.connection] = workers[process.death] = worker
-        for source in wait(list(workers), timeout_s):
-            assert isinstance(source, Connection | int)
-            worker = workers[source]
-            if worker in self._processes:  # not buried for its other source just now
-                self._receive_from(worker, self._processes[worker])
+        for key, _ in self._news.select(timeout_s):
+            process = self._processes.get(key.data)
+            if process is not None:  # not buried for its other source just now
+                has_result = key.fileobj is process.connection or process.connection.poll()
+                self._receive_from(key.data, process, has_result=has_result)
 
-    def _receive_from(self, worker: str, process: _Process) -> None:
+    def _receive_from(self, worker: str, process: _Process, *, has_result: bool) -> None:
         """Take a result, or bury a worker that has died and has left none."""
         try:
-            message = process.connection.recv_bytes() if process.connection.poll() else None
+            message = process.connection.recv_bytes() if has_result else None
         except (EOFError, OSError):
             message = None
         if message is None:
@@ -166,6 +168,8 @@ class LocalEngine(Engine):
 
     def _bury(self, worker: str) -> None:
         process = self._processes.pop(worker)
+        for source in (process.connection, process.death):
+            self._news.unregister(source)
         process.connection.close()
         os.close(process.death)
         code = _fork_server.reap(process.pid)

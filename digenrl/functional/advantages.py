@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from digenrl.functional.groups import mean_per_group, number_groups, sum_per_group
+from digenrl.functional.groups import number_groups, sum_per_number
 
 
 def group_advantages(
@@ -46,10 +46,13 @@ def group_advantages(
     _check_eps(eps)
     group, is_constant = number_groups(rewards, group_ids, name="rewards")
     values = rewards.detach().double()
-    advantages = values - mean_per_group(values, group)
-    if normalize_by_std:
-        std = _group_std(advantages, group, ddof=ddof) if scope == "group" else batch_std(values, ddof=ddof)
-        advantages = advantages / (std + eps)
+    sizes = sum_per_number(torch.ones_like(values), group, len(is_constant))
+    advantages = values - (sum_per_number(values, group, len(sizes)) / sizes)[group]
+    if normalize_by_std and scope == "group":
+        squares = sum_per_number(advantages.square(), group, len(sizes))
+        advantages = advantages / ((squares / (sizes - ddof).clamp(min=1)).sqrt() + eps)[group]
+    elif normalize_by_std:
+        advantages = advantages / (batch_std(values, ddof=ddof) + eps)
     return advantages.masked_fill(is_constant[group], 0.0).to(_floating_type(rewards))
 
 
@@ -177,12 +180,6 @@ def clamp_advantages(advantages: Tensor, advantage_clip: float) -> Tensor:
     """
     _check_advantage_clip(advantage_clip)
     return advantages.clamp(-advantage_clip, advantage_clip)
-
-
-def _group_std(centered: Tensor, group: Tensor, *, ddof: int) -> Tensor:
-    """Give each row the std of its group, from values [B] less the mean of the group."""
-    group_size = sum_per_group(torch.ones_like(centered), group)
-    return (sum_per_group(centered.square(), group) / (group_size - ddof).clamp(min=1)).sqrt()
 
 
 def _floating_type(values: Tensor) -> torch.dtype:

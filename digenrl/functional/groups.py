@@ -27,7 +27,18 @@ def sum_per_group(values: Tensor, group_index: Tensor) -> Tensor:
         [N].
     """
     unique, group = torch.unique(group_index, return_inverse=True)
-    return values.new_zeros(len(unique)).index_add(0, group, values)[group]
+    return sum_per_number(values, group, len(unique))[group]
+
+
+def sum_per_number(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
+    """Sum values [N] over groups that are numbered already; returns [G].
+
+    Args:
+        values: [N].
+        group: [N] from 0 to G - 1.
+        num_groups: G.
+    """
+    return values.new_zeros(num_groups).index_add_(0, group, values)
 
 
 def mean_per_group(values: Tensor, group_index: Tensor) -> Tensor:
@@ -53,7 +64,7 @@ def rows_of_whole_groups(is_good: Tensor, group_ids: Tensor) -> Tensor:
     Returns:
         [N] bool.
     """
-    return ~torch.isin(group_ids, group_ids[~is_good])
+    return is_good if is_good.all() else ~torch.isin(group_ids, group_ids[~is_good])
 
 
 def number_groups(values: Tensor, group_ids: Tensor | Sequence[int], *, name: str) -> tuple[Tensor, Tensor]:
@@ -77,8 +88,9 @@ def number_groups(values: Tensor, group_ids: Tensor | Sequence[int], *, name: st
         raise ValueError(
             f"`group_ids` must have one entry per sample, got shape {tuple(ids.shape)} for {len(values)} {name}."
         )
-    wrong = (~values.isfinite()).nonzero().flatten().tolist()
-    if wrong:
+    is_finite = values.isfinite()
+    if not is_finite.all():
+        wrong = (~is_finite).nonzero().flatten().tolist()
         raise ValueError(
             f"`{name}` must be finite, got {values[wrong].tolist()} at indices {wrong}; "
             "a reward that failed has to raise an error instead."

@@ -11,7 +11,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from digenrl.algorithms import FlowGRPO
 from digenrl.engines import Engine, InlineEngine, LocalEngine, Task, WorkerDied
@@ -24,6 +24,7 @@ from digenrl.strategies.weight_planes import (
     WrittenWeights,
     choose_plane,
 )
+from digenrl.strategies.weight_planes.byte_view import ByteView
 from digenrl.strategies.workers import Worker, WorkerSettings
 from tests.toy import ToyPolicy, toy_module
 
@@ -81,8 +82,8 @@ class ForgetfulWorker(PlaneWorker):
         weights, before = self._end.weights, self.weights()
         receive = weights.receive
 
-        def forget(arriving: Iterable[tuple[int, Tensor]]) -> dict[int, bytes]:
-            return receive((index, weights._joined(index).clone()) for index, _ in arriving)
+        def forget(arriving: Iterable[tuple[int, ByteView]]) -> dict[int, bytes]:
+            return receive((index, ByteView(weights._view(index).tensor.clone())) for index, _ in arriving)
 
         weights.receive = forget  # type: ignore[method-assign]
         try:

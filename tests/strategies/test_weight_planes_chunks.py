@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
+import numpy
 import pytest
 import torch
+import xxhash
 from torch import Tensor
 
 from digenrl.strategies.weight_planes import Holding, WeightSyncError, cut_chunks, weights_digest
+from digenrl.strategies.weight_planes.byte_view import ByteView
 from digenrl.strategies.weight_planes.chunks import TensorSpec, cut_buckets, held_chunks, slot_bytes
-from digenrl.strategies.weight_planes.digests import chunk_digest
+from digenrl.strategies.weight_planes.digests import table_digest
 
 
 def tensors() -> dict[str, Tensor]:
@@ -70,45 +74,75 @@ def test_names_shapes_and_types_are_part_of_the_digest() -> None:
 
 # ---- digests of chunks ---------------------------------------------------------------------------------------
 
+DIGESTS: dict[str, Callable[[Tensor], bytes]] = {
+    "on the CPU": lambda data: ByteView(data).digest(),
+    "on a device": table_digest,
+}
+
+
+@pytest.fixture(params=DIGESTS)
+def digest(request: pytest.FixtureRequest) -> Callable[[Tensor], bytes]:
+    """Digests bytes, or words as bytes."""
+    return lambda data: DIGESTS[request.param](data.view(torch.uint8))
+
 
 def chunk(num_words: int = 3 * 1024 + 100) -> Tensor:
-    """Several rows of the digest's table and a rest, as 32-bit words."""
+    """Several rows of a device's table and a rest, as 32-bit words."""
     return torch.randint(-(2**31), 2**31 - 1, (num_words,), generator=torch.Generator().manual_seed(1)).int()
 
 
-def digest_of(words: Tensor) -> bytes:
-    return chunk_digest(words.view(torch.uint8))
-
-
 @pytest.mark.parametrize("word", [0, 1, 1023, 1024, 3071, 3072, 3171])
-def test_a_flipped_bit_of_a_chunk_shows(word: int) -> None:
+def test_a_flipped_bit_of_a_chunk_shows(word: int, digest: Callable[[Tensor], bytes]) -> None:
     for bit in (0, 12, 31):
         changed = chunk()
         changed[word] ^= -(2**31) if bit == 31 else 1 << bit
-        assert digest_of(changed) != digest_of(chunk())
+        assert digest(changed) != digest(chunk())
 
 
 @pytest.mark.parametrize(
     ("left", "right"),
     [(0, 1), (0, 2), (1, 3), (0, 3), (5, 5 + 1024), (6, 5 + 1024), (7, 900), (1022, 1025), (8, 3100), (3100, 3101)],
 )
-def test_two_words_of_a_chunk_that_were_exchanged_show(left: int, right: int) -> None:
+def test_two_words_of_a_chunk_that_were_exchanged_show(
+    left: int, right: int, digest: Callable[[Tensor], bytes]
+) -> None:
     exchanged = chunk()
     exchanged[[left, right]] = exchanged[[right, left]]
-    assert digest_of(exchanged) != digest_of(chunk())
+    assert digest(exchanged) != digest(chunk())
     # Words that differ in their highest bit alone, as the weights w and -w do, cancel in many sums.
     signs = chunk()
     signs[right] = signs[left] ^ -(2**31)
     exchanged = signs.clone()
     exchanged[[left, right]] = exchanged[[right, left]]
-    assert digest_of(exchanged) != digest_of(signs)
+    assert digest(exchanged) != digest(signs)
 
 
-def test_a_chunk_of_zeros_has_its_length_in_its_digest_and_its_place_in_memory_has_not() -> None:
+def test_a_chunk_of_zeros_has_its_length_in_its_digest_and_its_place_in_memory_has_not(
+    digest: Callable[[Tensor], bytes],
+) -> None:
     zeros = torch.zeros(5000, dtype=torch.uint8)
-    assert len({chunk_digest(zeros[:length]) for length in (0, 1, 4095, 4096, 4097, 4999)}) == 6
+    assert len({digest(zeros[:length]) for length in (0, 1, 4095, 4096, 4097, 4999)}) == 6
     memory = torch.cat([torch.zeros(3, dtype=torch.uint8), chunk().view(torch.uint8)])
-    assert chunk_digest(memory[3:]) == digest_of(chunk())
+    assert digest(memory[3:]) == digest(chunk())
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 1 << 18, (1 << 18) + 1, 3 << 18, 1_000_003])
+def test_bytes_are_copied_whole_and_digested_on_either_side(num_bytes: int) -> None:
+    ours = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    sent, kept = torch.zeros_like(ours), torch.zeros_like(ours)
+    expected = xxhash.xxh3_128_digest(bytes(ours.tolist()))
+    view = ByteView(ours)
+    assert view.copy_to(ByteView(sent)) == ByteView(kept).copy_from(ByteView(sent)) == view.digest() == expected
+    assert torch.equal(sent, ours)
+    assert torch.equal(kept, ours)
+
+
+def test_what_is_digested_is_a_workers_own_memory_so_that_a_copy_which_fails_shows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own, other = ByteView(torch.zeros(1000, dtype=torch.uint8)), ByteView(torch.ones(1000, dtype=torch.uint8))
+    monkeypatch.setattr(numpy, "copyto", lambda *arguments: None)
+    assert own.copy_to(other) == own.copy_from(other) == own.digest() != other.digest()
 
 
 # ---- chunks --------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from digenrl.strategies.weight_planes import Holding, cut_chunks
-from digenrl.strategies.weight_planes.digests import chunk_digest
+from digenrl.strategies.weight_planes.byte_view import ByteView
 from digenrl.strategies.weight_planes.held_weights import HeldWeights
 
 
@@ -38,7 +38,7 @@ def test_what_is_received_is_what_was_sent_again_and_again(chunk_bytes: int) -> 
     holding = Holding.of(ours, ["parameter"])
     chunks = cut_chunks({"trainer": holding}, {"generator": [holding]}, chunk_bytes)
     sender, receiver = HeldWeights(chunks, lambda: ours, holding), HeldWeights(chunks, lambda: theirs, holding)
-    memory = [torch.empty(chunk.num_bytes, dtype=torch.uint8) for chunk in chunks]
+    memory = [ByteView(torch.empty(chunk.num_bytes, dtype=torch.uint8)) for chunk in chunks]
     for version in range(3):
         if version == 1:  # changed where they are
             with torch.no_grad():
@@ -52,7 +52,7 @@ def test_what_is_received_is_what_was_sent_again_and_again(chunk_bytes: int) -> 
         assert receiver.find_changed(sent) is None
         for name in ours:
             assert torch.equal(raw(theirs[name]), raw(ours[name])), name
-        assert sent == b"".join(chunk_digest(data) for data in memory)
+        assert sent == b"".join(data.digest() for data in memory)
 
 
 def test_the_parts_of_a_chunk_are_joined_once_to_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,5 +67,7 @@ def test_the_parts_of_a_chunk_are_joined_once_to_be_sent(monkeypatch: pytest.Mon
         return cat(parts)
 
     monkeypatch.setattr(torch, "cat", count)
-    HeldWeights([chunk], lambda: tensors, holding).send([(0, torch.empty(chunk.num_bytes, dtype=torch.uint8))])
+    HeldWeights([chunk], lambda: tensors, holding).send(
+        [(0, ByteView(torch.empty(chunk.num_bytes, dtype=torch.uint8)))]
+    )
     assert joined == [3]

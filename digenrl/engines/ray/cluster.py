@@ -22,6 +22,16 @@ _ANSWER_S = 5.0  # in which somebody must answer at an address; Ray itself tries
 _HOST_AND_PORT = r"(.+):(\d+)"
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in the driver of a submitted job
 
+_OWN_CLUSTER = {
+    "RAY_worker_niceness": "0",  # workers do the work; Ray lets all else go first
+    # What Ray keeps for its dashboard, which such a cluster has not, is a tenth of what a task costs.
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_event_stats": "0",
+    "RAY_enable_timeline": "0",
+    "RAY_enable_metrics_collection": "0",
+}
+"""Environment of a cluster that this process starts; what is set already stays."""
+
 NOT_SHIPPED = [
     ".git", ".venv*", "venv", "runs", "lightning_logs", "wandb", "__pycache__", ".mypy_cache", ".ruff_cache",
     ".pytest_cache", "*.ckpt", "*.safetensors", "*.pt", "*.pth", "*.bin",
@@ -172,7 +182,8 @@ def _init(address: str, runtime_env: Mapping[str, Any] | None) -> None:
     is_main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)
     if address == "local":
-        os.environ.setdefault("RAY_worker_niceness", "0")  # workers do the work; Ray lets all else go first
+        for name, value in _OWN_CLUSTER.items():
+            os.environ.setdefault(name, value)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what a later Ray does anyway; else it says so
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)

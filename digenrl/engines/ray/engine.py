@@ -184,13 +184,10 @@ class RayEngine(Engine):
         # What a worker has made itself is on its host, and need not be there: it may be about to be freed.
         own = [serial for serial, source in sources.items() if source.maker == worker]
         others = [serial for serial in sources if serial not in own]
-        reply, objects = state.actor.run.remote(
-            method,
-            arguments,
-            (*own, *others),
-            [sources[serial].ref for serial in own] or None,
-            *(sources[serial].ref for serial in others),
-        )
+        # Each argument costs Ray some time, so what is no reference goes as one.
+        message = pickle.dumps((method, arguments, own, others))
+        held = [[sources[serial].ref for serial in own]] if own else []
+        reply, objects = state.actor.run.remote(message, *held, *(sources[serial].ref for serial in others))
         state.calls.append(_Call(task, reply, objects, sources, (args, kwargs)))
         return task
 

@@ -68,22 +68,22 @@ class TaskRunner:
         self._store = WorkerStore(worker)
         self._target: Any = None
 
-    def run(
-        self, method: str, arguments: bytes, serials: Sequence[Serial], refs: Sequence[Any] | None, *values: Any
-    ) -> tuple[bytes, tuple[Any, ...]]:
+    def run(self, message: bytes, *values: Any) -> tuple[bytes, tuple[Any, ...]]:
         """Do a task.
 
         Args:
-            method: of the worker's object, or of this one where it begins with two underscores.
-            arguments: its pickled arguments.
-            serials: of the objects that these refer to.
-            refs: Ray references of the first of these objects, which are read only if the task reads them.
-            *values: what the makers of the other objects put.
+            message: pickle of the name of a method, of the worker's object or, where it begins with two underscores, of
+                this one; of its pickled arguments; and of the serials of the objects that these refer to, those that
+                this worker has made apart from others.
+            *values: first, if there are objects of its own, a list of Ray's references to them, which are read only if
+                the task reads them; then what the makers of the others put.
 
         Returns:
             The pickled reply, and what the task has put.
         """
-        sources = dict(zip(serials, [*(refs or ()), *values], strict=True))
+        method, arguments, own, others = pickle.loads(message)
+        held, arrived = (values[0], values[1:]) if own else ((), values)
+        sources: dict[Serial, Any] = dict(zip([*own, *others], [*held, *arrived], strict=True))
         has_failed = False
         try:
             args, kwargs = self._store.load(arguments, sources)

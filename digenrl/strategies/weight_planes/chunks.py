@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from digenrl.strategies.sharding import local_rows
+from digenrl.strategies.weight_planes.byte_view import ByteView
 
 _ALIGNMENT = 64  # bytes; a cache line, and enough for any dtype
 
@@ -148,10 +149,9 @@ def cut_buckets(chunks: Sequence[Chunk], sent: Sequence[int], bucket_bytes: int)
     return [tuple(bucket) for bucket in buckets]
 
 
-def cut_bucket(memory: Tensor, chunks: Sequence[Chunk], indices: Sequence[int]) -> Sequence[Tensor]:
-    """Give the memory [N] of each chunk in a bucket."""
-    pieces: Sequence[Tensor] = memory.split([chunks[index].num_bytes for index in indices])
-    return pieces
+def cut_bucket(memory: Tensor, chunks: Sequence[Chunk], indices: Sequence[int]) -> list[ByteView]:
+    """Give the bytes of each chunk in a bucket's memory [N] (uint8)."""
+    return [ByteView(piece) for piece in memory.split([chunks[index].num_bytes for index in indices])]
 
 
 def _check_held(

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from digenrl.engines import Engine, ObjectLost, ObjectStore, WorkerTimeout
+from digenrl.strategies.weight_planes.byte_view import ByteView
 from digenrl.strategies.weight_planes.chunks import cut_bucket, cut_buckets
 from digenrl.strategies.weight_planes.held_weights import HeldWeights
 from digenrl.strategies.weight_planes.plane import NUM_SLOTS, Opening, PlaneEnd, WeightPlane, WrittenWeights
@@ -182,7 +183,7 @@ class CollectiveReceiver(PlaneEnd):
             self._channels.clear()  # messages may still be under way
             raise
 
-    def _arriving(self, version: int, names: Sequence[str]) -> Iterator[tuple[int, Tensor]]:
+    def _arriving(self, version: int, names: Sequence[str]) -> Iterator[tuple[int, ByteView]]:
         held = set(self.weights.held)
         channels = [self._ask(rank, name, version) for rank, name in enumerate(names)]
         order = [

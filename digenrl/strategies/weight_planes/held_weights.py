@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from digenrl.strategies.sharding import local_tensor
+from digenrl.strategies.weight_planes.byte_view import ByteView
 from digenrl.strategies.weight_planes.chunks import Chunk, Holding, WeightSyncError, held_chunks
-from digenrl.strategies.weight_planes.digests import DIGEST_BYTES, ByteTable, chunk_digest, copy_bytes
+from digenrl.strategies.weight_planes.digests import DIGEST_BYTES
 
 
 class HeldWeights:
@@ -27,49 +28,37 @@ class HeldWeights:
         self._tensors = tensors
         self._memory: tuple[int, ...] = ()  # addresses of the tensors that `_parts` are views of
         self._parts: dict[int, list[Tensor]] = {}
-        self._tables: dict[int, ByteTable] = {}  # of the chunks that are one part
+        self._views: dict[int, ByteView] = {}  # of the chunks that are one part
         self._strided: dict[int, tuple[Tensor, Tensor]] = {}  # tensors that are not contiguous, and flat copies
 
     @torch.no_grad()
-    def send(self, places: Iterable[tuple[int, Tensor]]) -> bytes:
+    def send(self, places: Iterable[tuple[int, ByteView]]) -> bytes:
         """Copy chunks to their places; returns the digests of all chunks that are held.
 
         Args:
-            places: a chunk's index and bytes [N] (uint8), one after another: each is filled when the next is asked for.
+            places: a chunk's index and room for it, one after another: each is filled when the next is asked for.
         """
         self._look()
         for tensor, flat in self._strided.values():
             flat.copy_(tensor)
-        digests = {}
-        for index, place in places:
-            data = self._joined(index)
-            copy_bytes(place, data)
-            digests[index] = self._digest(index, data)
-        for index in self.held:
-            if index not in digests:
-                digests[index] = self._digest(index, self._joined(index))
+        digests = {index: self._view(index).copy_to(place) for index, place in places}
+        digests |= {index: self._view(index).digest() for index in self.held if index not in digests}
         self._finish()
         return b"".join(digests[index] for index in self.held)
 
     @torch.no_grad()
-    def receive(self, arriving: Iterable[tuple[int, Tensor]]) -> dict[int, bytes]:
+    def receive(self, arriving: Iterable[tuple[int, ByteView]]) -> dict[int, bytes]:
         """Take chunks over as they arrive, each with its index; returns the digests of what is then held."""
         self._look()
         digests, late = {}, []
         for index, data in arriving:
-            parts = self._parts[index]
-            if len(parts) == 1:
-                copy_bytes(parts[0], data)
-            else:
-                torch._foreach_copy_(parts, list(data.split([len(part) for part in parts])), non_blocking=True)
+            digests[index] = self._take(index, data)
             if self._strided and any(part.tensor in self._strided for part in self.chunks[index].parts):
                 late.append(index)
-            else:
-                digests[index] = self._digest(index, self._joined(index))
         for tensor, flat in self._strided.values():
             tensor.copy_(flat)
             flat.copy_(tensor)
-        digests.update({index: self._digest(index, self._joined(index)) for index in late})
+        digests |= {index: self._view(index).digest() for index in late}
         self._finish()
         return digests
 
@@ -106,13 +95,17 @@ class HeldWeights:
     def _name(self, index: int) -> str:
         return chunk_name(self.chunks[index], self._holding)
 
-    def _joined(self, index: int) -> Tensor:
-        parts = self._parts[index]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def _view(self, index: int) -> ByteView:
+        """Give the bytes of a chunk, joined if they are several parts."""
+        return self._views[index] if index in self._views else ByteView(torch.cat(self._parts[index]))
 
-    def _digest(self, index: int, data: Tensor) -> bytes:
-        """Digest a chunk whose bytes are `data`, by the table that it has if it is one part."""
-        return self._tables[index].digest() if index in self._tables else chunk_digest(data)
+    def _take(self, index: int, data: ByteView) -> bytes:
+        """Take a chunk over; returns its digest."""
+        if index in self._views:
+            return self._views[index].copy_from(data)
+        parts = self._parts[index]
+        torch._foreach_copy_(parts, list(data.tensor.split([len(part) for part in parts])), non_blocking=True)
+        return self._view(index).digest()
 
     def _look(self) -> None:
         """Find the tensors' memory, which may have moved since the last time."""
@@ -131,7 +124,7 @@ class HeldWeights:
             index: [self._local(flat, part.tensor, part.start, part.stop) for part in self.chunks[index].parts]
             for index in self.held
         }
-        self._tables = {index: ByteTable(parts[0]) for index, parts in self._parts.items() if len(parts) == 1}
+        self._views = {index: ByteView(parts[0]) for index, parts in self._parts.items() if len(parts) == 1}
 
     def _local(self, flat: Sequence[Tensor], tensor: int, start: int, stop: int) -> Tensor:
         first = self._holding.rows[tensor][0] * self._holding.tensors[tensor].row_bytes

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from digenrl.engines import Engine, ObjectRef, ObjectStore
+from digenrl.strategies.weight_planes.byte_view import ByteView
 from digenrl.strategies.weight_planes.chunks import cut_bucket, cut_buckets
 from digenrl.strategies.weight_planes.held_weights import HeldWeights
 from digenrl.strategies.weight_planes.plane import Opening, PlaneEnd, WeightPlane, WrittenWeights
@@ -37,7 +37,7 @@ class ObjectStoreEnd(PlaneEnd):
         digests = self.weights.send(self._places(written))
         return WrittenWeights(digests, tuple(written))
 
-    def _places(self, written: list[Bucket]) -> Iterator[tuple[int, Tensor]]:
+    def _places(self, written: list[Bucket]) -> Iterator[tuple[int, ByteView]]:
         for chunks in self._buckets:
             memory = torch.empty(sum(self.weights.chunks[index].num_bytes for index in chunks), dtype=torch.uint8)
             yield from zip(chunks, cut_bucket(memory, self.weights.chunks, chunks), strict=True)
@@ -48,7 +48,7 @@ class ObjectStoreEnd(PlaneEnd):
         """Take what this worker holds out of the buckets."""
         return self.weights.receive(self._arriving(source))
 
-    def _arriving(self, buckets: Sequence[Bucket]) -> Iterator[tuple[int, Tensor]]:
+    def _arriving(self, buckets: Sequence[Bucket]) -> Iterator[tuple[int, ByteView]]:
         held = set(self.weights.held)
         for bucket in buckets:
             array = self._store.get(bucket.ref)

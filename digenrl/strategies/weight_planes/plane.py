@@ -81,7 +81,7 @@ class WeightPlane(ABC):
     """
 
     chunk_bytes: ClassVar[int] = 1 << 21
-    """Most bytes of a chunk; it should stay in the cache between its copy and its digest."""
+    """Most bytes of a chunk."""
     _outlives_trainers: ClassVar[bool]
     """Whether what was published can be loaded when the trainers have died."""
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from digenrl.engines import Engine, ObjectStore
+from digenrl.strategies.weight_planes.byte_view import ByteView
 from digenrl.strategies.weight_planes.chunks import slot_bytes
 from digenrl.strategies.weight_planes.held_weights import HeldWeights
 from digenrl.strategies.weight_planes.plane import NUM_SLOTS, Opening, PlaneEnd, WeightPlane, WrittenWeights
@@ -25,7 +26,10 @@ class SharedMemoryEnd(PlaneEnd):
         super().__init__(weights)
         self._slots = slots
         self._views = [
-            {index: slot[chunk.start : chunk.start + chunk.num_bytes] for index, chunk in enumerate(weights.chunks)}
+            {
+                index: ByteView(slot[chunk.start : chunk.start + chunk.num_bytes])
+                for index, chunk in enumerate(weights.chunks)
+            }
             for slot in slots
         ]
         self._places = [[(index, views[index]) for index in sent] for views in self._views]

@@ -13,8 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from digenrl.callbacks.plotting import GRID, INK, QUIET, add_titles, new_plot, require_matplotlib
 from digenrl.callbacks.run_folder import run_folder
 from digenrl.strategies import DisaggregatedStrategy
+from digenrl.strategies.span import Span
 from digenrl.strategies.step_book import WorkerSpan
-from digenrl.strategies.workers import Span
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

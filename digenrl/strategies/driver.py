@@ -47,10 +47,11 @@ from digenrl.strategies.parity_gate import measure_parity
 from digenrl.strategies.pool import WorkerPool
 from digenrl.strategies.recovery import TRAINERS
 from digenrl.strategies.snapshots import UpdateCall
+from digenrl.strategies.span import Span
 from digenrl.strategies.step_book import StepBook, StepPlan, StepResult, WorkerSpan
 from digenrl.strategies.task_loop import TaskLoop, take_nothing
 from digenrl.strategies.trainer_group import GroupTask, shares, trajectories_made
-from digenrl.strategies.workers import AssistReport, GenerateReport, ScoreReport, Span, TimestepBatchSize, UpdateReport
+from digenrl.strategies.workers import AssistReport, GenerateReport, ScoreReport, TimestepBatchSize, UpdateReport
 from digenrl.types import PromptBatch
 
 log = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ from digenrl.strategies.rendezvous import Rendezvous
 from digenrl.strategies.run_state import RunState
 from digenrl.strategies.skeleton import ModuleOutline
 from digenrl.strategies.snapshots import StepCall
+from digenrl.strategies.span import Span
 from digenrl.strategies.weight_planes import (
     SharedMemoryPlane,
     WeightPlane,
@@ -306,22 +307,31 @@ class WorkerPool:
         calls = [self.engine.submit(rank, "score", [ref]) for rank, ref in zip(ranks, trajectories, strict=False)]
         return JoinedTask(worker, calls, join_score_reports)
 
-    def end_window(self, call: StepCall) -> dict[str, StepReport]:
-        """Have every trainer rank step its optimizer, or count a step.
+    def end_window(self, call: StepCall, version: int) -> dict[str, StepReport]:
+        """Have every trainer rank step its optimizer, or count a step, and begin to write weights; see `publish`.
+
+        Args:
+            call: to end the window with.
+            version: of the weights that it gives.
 
         Returns:
             What each rank reports; nothing where no row is left to train.
         """
-        reports = self.recovery.run(
-            lambda: self.engine.gather([call.submit(self.engine, trainer) for trainer in self.trainers])
-        )
+
+        def step() -> list[StepReport]:
+            steps = [call.submit(self.engine, trainer) for trainer in self.trainers]
+            self._plane.write_ahead(version)  # trainers do not wait until this process has heard of their steps
+            return self.engine.gather(steps)
+
+        reports = self.recovery.run(step)
         self.recovery.journal.close(call)
         return {} if call.is_empty else dict(zip(self.trainers, reports, strict=True))
 
-    def publish(self, version: int, *, must_change: bool) -> None:
-        """Have the trainers write their weights for the generators."""
-        self.recovery.run(lambda: self._plane.publish(version, must_change=must_change))
+    def publish(self, version: int, *, must_change: bool) -> dict[str, Span]:
+        """Have the trainers write their weights for the generators; returns when each was at it."""
+        spans = self.recovery.run(lambda: self._plane.publish(version, must_change=must_change))
         self.published_version = version
+        return spans
 
     def sampler_steps(self) -> int:
         """Ask a trainer how many optimizer steps the copy that makes the samples has followed."""

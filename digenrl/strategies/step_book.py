@@ -13,7 +13,7 @@ from digenrl.metrics import MetricAccumulator, MetricValue
 from digenrl.module import advantages_of_kept
 from digenrl.scheduling import FinishStep, MicroBatch, Slice
 from digenrl.strategies.snapshots import MadeSlice, UpdateCall
-from digenrl.strategies.workers import Span
+from digenrl.strategies.span import Span
 from digenrl.types import PromptBatch
 
 

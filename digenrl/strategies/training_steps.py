@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +15,13 @@ from digenrl.strategies.measured_profile import measured_profile
 from digenrl.strategies.optimizers import hyper_parameters
 from digenrl.strategies.parity import NUM_SAMPLES
 from digenrl.strategies.snapshots import StepCall
+from digenrl.strategies.span import Span
 from digenrl.strategies.step_book import StepPlan, WorkerSpan
 from digenrl.strategies.step_log import StepLog
 from digenrl.strategies.step_planner import StepPlanner
 from digenrl.strategies.step_window import StepWindow
 from digenrl.strategies.training_data import TrainingData
-from digenrl.strategies.workers import Span, StepReport
+from digenrl.strategies.workers import StepReport
 
 if TYPE_CHECKING:
     from digenrl.strategies.disaggregated import DisaggregatedStrategy
@@ -100,23 +100,28 @@ class TrainingSteps:
         driver, strategy = self.driver, self._strategy
         settings = hyper_parameters(optimizer)
         call = StepCall(settings, *strategy.precision_plugin.take_clipping(), *self._scales)
-        reports = self._pool.end_window(call)
+        reports = self._pool.end_window(call, strategy.policy_version + 1)
         strategy.policy_version += 1
         norm = next(iter(reports.values())).gradient_norm if reports else 0.0
-        stepped_s = time.monotonic()
         must_change = norm > 0 and any(group["lr"] > 0 for group in settings)
-        self._pool.publish(strategy.policy_version, must_change=must_change)
-        sync = Span(stepped_s, time.monotonic())
-        driver.durations.observe("publish", sync.seconds)
+        writes = self._pool.publish(strategy.policy_version, must_change=must_change)
+        driver.durations.observe("publish", max(span.seconds for span in writes.values()))
         if reports:
             driver.durations.observe("optimizer", max(report.span.seconds for report in reports.values()))
         driver.announce_weights(strategy.policy_version)
         self._data.commit(self._window.num_batches)
+        spans = self._close_window(reports, norm, writes)
         if driver.has_step(self._module.next_step):
             # Workers do not wait until this process has logged and Lightning has gone round its loop.
+            self._window.begin()
             driver.start_step(self._module.next_step)
         self._log.write(self._module, self._num_accumulated)
-        return self._close_window(reports, norm, sync)
+        return spans
+
+    def pause(self) -> None:
+        """Bring the generators up to date and keep them free until the next batch; no step's time runs meanwhile."""
+        self.driver.pause()
+        self._window.pause()
 
     def begin_anew(self) -> None:
         """Go on with weights that were replaced, on idle workers."""
@@ -181,21 +186,20 @@ class TrainingSteps:
                 self.driver.add_step(self._plan(batch, next_step))
 
     def _close_window(
-        self, reports: Mapping[str, StepReport], gradient_norm: float, sync: Span
+        self, reports: Mapping[str, StepReport], gradient_norm: float, writes: Mapping[str, Span]
     ) -> tuple[WorkerSpan, ...]:
         """Sum up what the workers did since the window's first batch."""
         strategy = self._strategy
         detail = f"version {strategy.policy_version}"
         for worker, report in reports.items():
             self.driver.note_span(worker, "optimizer", detail, report.span)
-        spans = (
-            *self.driver.take_spans(),
-            *(WorkerSpan(worker, "sync", detail, sync) for worker in self._pool.trainers),
-        )
+        for worker, span in writes.items():
+            self.driver.note_span(worker, "sync", detail, span)
+        spans = self.driver.take_spans()
         self.metrics = {
             "grad_norm": gradient_norm,
             "policy_version": float(strategy.policy_version),
-            "time/sync_s": sync.seconds,
+            "time/sync_s": max(span.seconds for span in writes.values()),
             **({"restarts": float(self._pool.recovery.num_restarts)} if strategy.max_restarts else {}),
             **self._window.metrics(
                 spans,

@@ -17,7 +17,7 @@ from benchmarks.contestants import Round, StageCosts, bubble_share, stage_costs
 from digenrl.algorithms import FlowGRPO
 from digenrl.diffusion.noise import sample_noise
 from digenrl.strategies.driver import WorkerSpan
-from digenrl.strategies.workers import Span
+from digenrl.strategies.span import Span
 from digenrl.types import PromptBatch
 from tests.integration.toy_runs import fit, largest_difference
 

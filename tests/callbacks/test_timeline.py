@@ -12,7 +12,7 @@ from PIL import Image
 from digenrl.callbacks import Timeline, trace_events
 from digenrl.callbacks.timeline import TASK_COLORS, draw_timeline, utilization
 from digenrl.strategies.driver import WorkerSpan
-from digenrl.strategies.workers import Span
+from digenrl.strategies.span import Span
 from tests.callbacks.runs import StopAt, fit, inline
 
 SPANS = [

@@ -350,7 +350,7 @@ def test_busy_moving_and_idle_time_add_up() -> None:
 def test_timeline_has_the_form_of_a_real_run() -> None:
     from digenrl.callbacks import timeline
     from digenrl.strategies.driver import WorkerSpan
-    from digenrl.strategies.workers import Span
+    from digenrl.strategies.span import Span
 
     work = micro_batches(4, 1.0, 1.0, score_s=0.1, load_s=0.1, optimizer_s=0.1, publish_s=0.1)
     result = simulate(Cluster(2, 1), work, SchedulingPolicy("optimal"), num_steps=2)

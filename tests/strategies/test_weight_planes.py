@@ -15,12 +15,14 @@ from torch import nn
 
 from digenrl.algorithms import FlowGRPO
 from digenrl.engines import Engine, InlineEngine, LocalEngine, Task, WorkerDied
+from digenrl.strategies.span import Span
 from digenrl.strategies.weight_planes import (
     PLANES,
     ObjectStorePlane,
     SharedMemoryPlane,
     WeightPlane,
     WeightSyncError,
+    WriteReport,
     WrittenWeights,
     choose_plane,
 )
@@ -60,18 +62,20 @@ class PlaneWorker(Worker):
 class GarblingWorker(PlaneWorker):
     """Flips one bit of what it has handed over."""
 
-    def write_weights(self, version: int) -> WrittenWeights:
-        written = super().write_weights(version)
+    def write_weights(self, version: int) -> WriteReport:
+        report = super().write_weights(version)
         self._end._slots[version % 2][100] ^= 1  # type: ignore[union-attr]
-        return written
+        return report
 
 
 class SilentWorker(PlaneWorker):
     """Hands over nothing of version 1."""
 
-    def write_weights(self, version: int) -> WrittenWeights:
+    def write_weights(self, version: int) -> WriteReport:
         assert self._end is not None
-        return WrittenWeights(self._end.weights.send([])) if version == 1 else super().write_weights(version)
+        if version != 1:
+            return super().write_weights(version)
+        return WriteReport(WrittenWeights(self._end.weights.send([])), Span(0.0, 0.0))
 
 
 class ForgetfulWorker(PlaneWorker):

@@ -5,7 +5,7 @@ from digenrl.strategies.weight_planes.chunks import Chunk, Holding, WeightSyncEr
 from digenrl.strategies.weight_planes.collective import CollectivePlane
 from digenrl.strategies.weight_planes.digests import weights_digest
 from digenrl.strategies.weight_planes.object_store import ObjectStorePlane
-from digenrl.strategies.weight_planes.plane import Opening, PlaneEnd, WeightPlane, WrittenWeights
+from digenrl.strategies.weight_planes.plane import Opening, PlaneEnd, WeightPlane, WriteReport, WrittenWeights
 from digenrl.strategies.weight_planes.shared_memory import SharedMemoryPlane, reads_token
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "WeightPlane",
     "WeightPlaneName",
     "WeightSyncError",
+    "WriteReport",
     "WrittenWeights",
     "choose_plane",
     "cut_chunks",

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from digenrl.engines import Engine, ObjectLost, ObjectStore, Task, WorkerDied
+from digenrl.strategies.span import Span
 from digenrl.strategies.weight_planes.chunks import Chunk, Holding, WeightSyncError, cut_chunks, held_chunks
 from digenrl.strategies.weight_planes.digests import DIGEST_BYTES
 from digenrl.strategies.weight_planes.held_weights import HeldWeights, chunk_name
@@ -44,6 +45,14 @@ class WrittenWeights:
     """Of each chunk that it holds, whoever hands it over."""
     source: Any = None
     """Where generators find its share, if they need to be told."""
+
+
+@dataclass(frozen=True)
+class WriteReport:
+    """A trainer has handed over its share."""
+
+    written: WrittenWeights
+    span: Span
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,8 @@ class WeightPlane(ABC):
         """Of each version that may still be read."""
         self._digests: list[bytes] = []
         self._version: int | None = None
+        self._writes: tuple[int, list[Task]] | None = None
+        """Of a version that is to be published next."""
 
     def setup(self, trainers: Sequence[str], generators: Mapping[str, Sequence[str]]) -> None:
         """Agree with the workers on what is transferred, and where.
@@ -122,19 +133,32 @@ class WeightPlane(ABC):
         self._prepare()
         self._open(workers)
 
-    def publish(self, version: int, *, must_change: bool) -> None:
+    def write_ahead(self, version: int) -> None:
+        """Have the trainers hand over a version right after what they are asked to do before: `publish` is to follow.
+
+        Where a generator may still load what lies in its slot, nothing is done: `publish` then waits for it, and the
+        trainers for nobody.
+        """
+        if all(task.is_done for earlier in self._in_slot_of(version) for task in self._loads[earlier]):
+            self._writes = version, self._submit_writes(version)
+
+    def publish(self, version: int, *, must_change: bool) -> dict[str, Span]:
         """Have the trainers hand over version `version`; from then on `load` gives it, and no other.
 
         Args:
             version: of the weights that the trainers hold now.
             must_change: whether trained weights equal to the last published ones are an error.
 
+        Returns:
+            When each trainer was at it.
+
         Raises:
             WeightSyncError: `must_change` and no trained weight has, or trainers differ in what all of them have.
         """
-        for earlier in [earlier for earlier in self._loads if (earlier - version) % NUM_SLOTS == 0]:
+        for earlier in self._in_slot_of(version):
             self._await_loads(earlier)
-        written = self._write(version)
+        reports = self._write(version)
+        written = [report.written for report in reports]
         digests = self._joined_digests(version, written)
         is_equal = [old == new for old, new in zip(self._digests, digests, strict=False)]
         trained = [index for index, chunk in enumerate(self._chunks) if chunk.is_trained]
@@ -149,6 +173,7 @@ class WeightPlane(ABC):
         for earlier in [earlier for earlier in self._loads if earlier != version]:
             if all(task.is_done for task in self._loads[earlier]):
                 self._await_loads(earlier)
+        return {trainer: report.span for trainer, report in zip(self._trainers, reports, strict=True)}
 
     def load(self, generator: str, version: int) -> list[Task]:
         """Queue the loads of a generator's ranks of the version published last; each task's result is a `Span`."""
@@ -183,6 +208,7 @@ class WeightPlane(ABC):
                 raise WeightSyncError(f"worker {worker} built other trained parameters than before it was restarted.")
         are_trainers = self._trainers[0] in workers
         if are_trainers:
+            self._writes = None
             self._forget_trainers()
         self._open(workers)
         if are_trainers and self._version is not None and not self._outlives_trainers:
@@ -232,14 +258,22 @@ class WeightPlane(ABC):
             ]
         )
 
-    def _write(self, version: int) -> list[WrittenWeights]:
-        return self._engine.gather(
-            [self._engine.submit(trainer, "write_weights", version) for trainer in self._trainers]
-        )
+    def _in_slot_of(self, version: int) -> list[int]:
+        """Name the versions that may still be read, and lie where this one will."""
+        return [earlier for earlier in self._loads if (earlier - version) % NUM_SLOTS == 0]
+
+    def _submit_writes(self, version: int) -> list[Task]:
+        return [self._engine.submit(trainer, "write_weights", version) for trainer in self._trainers]
+
+    def _write(self, version: int) -> list[WriteReport]:
+        """Have the trainers hand a version over, unless they were asked ahead."""
+        ahead, self._writes = self._writes, None
+        tasks = ahead[1] if ahead is not None and ahead[0] == version else self._submit_writes(version)
+        return self._engine.gather(tasks)
 
     def _restore(self, version: int) -> None:
         """Have restarted trainers hand over again what died with them."""
-        written = self._write(version)
+        written = [report.written for report in self._write(version)]
         if self._joined_digests(version, written) != self._digests:
             self._version = None
         self._keep(version, [entry.source for entry in written])

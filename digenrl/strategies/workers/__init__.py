@@ -7,7 +7,6 @@ from digenrl.strategies.workers.reports import (
     GenerateReport,
     LogCall,
     ScoreReport,
-    Span,
     StepReport,
     UpdateReport,
 )
@@ -32,7 +31,6 @@ __all__ = [
     "RankGroup",
     "ScoreReport",
     "Sharding",
-    "Span",
     "StepReport",
     "TimestepBatchSize",
     "TrainerOutOfMemory",

@@ -14,8 +14,9 @@ from torch import Tensor
 from digenrl.engines import ObjectRef
 from digenrl.metrics import MetricAccumulator
 from digenrl.strategies.optimizers import TrainingState
+from digenrl.strategies.span import Span
 from digenrl.strategies.workers.base import WorkerBase
-from digenrl.strategies.workers.reports import AssistReport, GenerateReport, LogCall, ScoreReport, Span
+from digenrl.strategies.workers.reports import AssistReport, GenerateReport, LogCall, ScoreReport
 from digenrl.types import Prompt, PromptBatch, Trajectory
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from digenrl.metrics import MetricAccumulator, MetricValue
-from digenrl.strategies.workers.reports import GenerateReport, ScoreReport, Span
+from digenrl.strategies.span import Span
+from digenrl.strategies.workers.reports import GenerateReport, ScoreReport
 
 
 def even_shares(num_rows: int, num_ranks: int) -> list[tuple[int, int]]:

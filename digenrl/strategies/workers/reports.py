@@ -9,19 +9,7 @@ from typing import Any
 from digenrl.engines import ObjectRef
 from digenrl.metrics import MetricValue
 from digenrl.strategies.skeleton import ModuleOutline
-
-
-@dataclass(frozen=True)
-class Span:
-    """When a task ran, in seconds of the host's monotonic clock."""
-
-    start_s: float
-    end_s: float
-
-    @property
-    def seconds(self) -> float:
-        """How long it ran."""
-        return self.end_s - self.start_s
+from digenrl.strategies.span import Span
 
 
 @dataclass(frozen=True)

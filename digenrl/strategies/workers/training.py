@@ -16,7 +16,8 @@ from digenrl.module import NonFiniteGradientError
 from digenrl.strategies.gradients import Gradients
 from digenrl.strategies.optimizer_offload import step_in_pieces
 from digenrl.strategies.optimizers import OptimizerSpec, update_settings
-from digenrl.strategies.workers.reports import Span, StepReport, UpdateReport
+from digenrl.strategies.span import Span
+from digenrl.strategies.workers.reports import StepReport, UpdateReport
 from digenrl.strategies.workers.settings import TimestepBatchSize
 from digenrl.strategies.workers.timestep_batch_size import TimestepBatches
 from digenrl.types import ScoredBatch, Trajectory

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from digenrl.strategies.weight_planes import Holding, Opening, PlaneEnd, WrittenWeights, reads_token
+from digenrl.strategies.span import Span
+from digenrl.strategies.weight_planes import Holding, Opening, PlaneEnd, WriteReport, reads_token
 from digenrl.strategies.workers.base import WorkerBase
-from digenrl.strategies.workers.reports import Span
 
 
 class Weights(WorkerBase):
@@ -29,10 +29,11 @@ class Weights(WorkerBase):
             self._end.close()
         self._end = opening.open_for(self._module.published_weights, self.weights_holding(), self._store)
 
-    def write_weights(self, version: int) -> WrittenWeights:
+    def write_weights(self, version: int) -> WriteReport:
         """Hand over this trainer's share of the weights that generators need."""
         assert self._end is not None, "`write_weights` comes after `open_weights`"
-        return self._end.write(version)
+        start_s = time.monotonic()
+        return WriteReport(self._end.write(version), Span(start_s, time.monotonic()))
 
     def sampler_steps(self) -> int:
         """Give how many optimizer steps the copy that makes the samples has followed; 0 if there is none."""

@@ -2,7 +2,8 @@
 
 Two cores: one generator and one trainer process of one thread each, against two data-parallel ranks of one thread each.
 All contestants of a job take turns in short rounds, so that what else the machine does strikes all alike; figures are
-medians over rounds, ratios are taken within a round. Set `OMP_NUM_THREADS=1`.
+medians over rounds, ratios are taken within a round. Processes of the same code differ by some percent from start to
+start, so all are started anew after some rounds. Set `OMP_NUM_THREADS=1`.
 
 Contestants:
 - naive, +GAP, +TSP, +TAG, +TCSS: digenrl on separate processes, each with one mechanism more than the one before.
@@ -22,6 +23,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -108,6 +110,7 @@ def measure_job(
     *,
     num_steps: int,
     num_rounds: int,
+    num_starts: int = 1,
     num_warm_up: int = 2,
     contestants: Sequence[str] = (*RUNGS, *TWO_RANKS),
     num_tries: int = 1,
@@ -119,33 +122,36 @@ def measure_job(
         size: of the transformer.
         variant: of the job.
         num_steps: measured steps of a round.
-        num_rounds: turns of each contestant.
+        num_rounds: turns of each contestant from one start to the next.
+        num_starts: how often all processes are started.
         num_warm_up: steps before the measured ones, in every round.
         contestants: names of those that take part.
         num_tries: how often a turn is repeated if others keep the machine busy; the quietest one counts.
         report: is told what is being done.
     """
     names = [name for name in contestants if variant != "mixed-speed" or "loop" not in name]
-    running: list[Contestant] = []
     rounds: dict[str, list[Round]] = {name: [] for name in names}
-    try:
-        for name in names:
-            if name in RUNGS:
-                running.append(Disaggregated(name, size, variant, **RUNGS[name]))
-            else:
-                running.append(TwoRanks(name, TWO_RANKS[name], size, variant))
-            report(f"{variant} {size}: start {name}")
-            running[-1].run(1, num_warm_up=1)  # processes, imports and memory
-        for index in range(num_rounds):
-            # Forwards and backwards in turn, so that no contestant always follows the same one.
-            for contestant in running if index % 2 == 0 else reversed(running):
-                report(f"{variant} {size}: round {index + 1} of {num_rounds}, {contestant.name}")
-                rounds[contestant.name].append(_run(contestant, num_steps, num_warm_up, num_tries))
-    finally:
-        for contestant in running:
-            contestant.close()
+    for start in range(num_starts):
+        turn = f"{variant} {size}: start {start + 1} of {num_starts}"
+        with ExitStack() as running:
+            entered: list[Contestant] = []
+            for name in names:
+                report(f"{turn}, {name}")
+                entered.append(running.enter_context(closing(_make(name, size, variant))))
+                entered[-1].run(1, num_warm_up=1)  # processes, imports and memory
+            for index in range(num_rounds):
+                # Forwards and backwards in turn, so that no contestant always follows the same one.
+                for contestant in entered if index % 2 == 0 else reversed(entered):
+                    report(f"{turn}, round {index + 1} of {num_rounds}, {contestant.name}")
+                    rounds[contestant.name].append(_run(contestant, num_steps, num_warm_up, num_tries))
     rows = tuple(summarize(name, variant, rounds) for name in names)
-    return JobResult(variant, size, num_rounds, num_steps, rows)
+    return JobResult(variant, size, num_starts * num_rounds, num_steps, rows)
+
+
+def _make(name: str, size: str, variant: Variant) -> Contestant:
+    if name in RUNGS:
+        return Disaggregated(name, size, variant, **RUNGS[name])
+    return TwoRanks(name, TWO_RANKS[name], size, variant)
 
 
 def _run(contestant: Contestant, num_steps: int, num_warm_up: int, num_tries: int) -> Round:
@@ -304,15 +310,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--contestants", nargs="+", choices=(*RUNGS, *TWO_RANKS), default=[*RUNGS, *TWO_RANKS])
     parser.add_argument("--steps", type=int, default=4, help="measured steps of a round")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each contestant from one start to the next")
+    parser.add_argument("--starts", type=int, default=3, help="how often all processes are started anew")
     parser.add_argument("--tries", type=int, default=3, help="repeat a turn if others keep the machine busy")
     parser.add_argument("--json", type=Path, help="file to write all figures to")
-    parser.add_argument("--quick", action="store_true", help="one size, the reference job, two short rounds")
+    parser.add_argument("--quick", action="store_true", help="one size, the reference job, one start, two short rounds")
     options = parser.parse_args(arguments)
     if options.quick:
-        options.sizes, options.variants, options.steps, options.rounds = options.sizes[:1], ["reference"], 2, 2
-    if min(options.steps, options.rounds, options.tries) < 1:
-        parser.error("`--steps`, `--rounds` and `--tries` are counts and must be at least 1")
+        options.sizes, options.variants = options.sizes[:1], ["reference"]
+        options.steps, options.rounds, options.starts = 2, 2, 1
+    if min(options.steps, options.rounds, options.starts, options.tries) < 1:
+        parser.error("`--steps`, `--rounds`, `--starts` and `--tries` are counts and must be at least 1")
     torch.set_num_threads(1)
     console = Console(width=None if sys.stdout.isatty() else 200)
     status = Console(stderr=True)
@@ -324,6 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 variant,
                 num_steps=options.steps,
                 num_rounds=options.rounds,
+                num_starts=options.starts,
                 contestants=options.contestants,
                 num_tries=options.tries,
                 report=lambda text: status.print(text, style="dim", highlight=False),

@@ -177,12 +177,36 @@ def test_the_driver_keeps_objects_for_the_workers(engine: RayEngine) -> None:
     engine.store.free([ref])
 
 
-@pytest.mark.parametrize("size", [1, 100_000])
+def test_tiny_objects_travel_with_replies_and_outlive_their_makers(engine: RayEngine) -> None:
+    assert becomes(num_stored, 0)
+    before = engine.bytes_received
+    refs = [engine.call("a", "keep_zeros", 10) for _ in range(3)]
+    assert sum(ref.num_bytes for ref in refs) < engine.bytes_received - before < 3 * 1500
+    adopted = engine.adopt(refs[1])
+    assert engine.call("a", "read", refs[0]).shape == (10,), "its maker reads it, too"
+    engine.start("maker", Rig)
+    kept = engine.call("maker", "keep_zeros", 5)
+    engine.kill("maker")
+    assert engine.lost([*refs, adopted, kept]) == []
+    assert engine.copy(kept) is None  # it is here
+    assert engine.call("b", "read", kept).shape == (5,)
+    engine.call("b", "hold", refs[2])
+    engine.free([*refs, kept])
+    assert engine.call("b", "show_held").shape == (10,)
+    assert engine.call("b", "read", adopted).shape == (10,)
+    engine.free([adopted])
+    engine.call("b", "let_go")
+    with pytest.raises(ObjectLost):
+        engine.call("b", "read", refs[0])
+    assert num_stored() == 0
+
+
+@pytest.mark.parametrize("size", [300, 100_000])
 def test_objects_are_in_the_store_until_they_are_freed(engine: RayEngine, size: int) -> None:
     assert becomes(num_stored, 0)
     before = engine.bytes_received
     refs = [engine.call("a", "keep_zeros", size) for _ in range(3)]
-    assert 0 < engine.bytes_received - before < 3 * 500  # small ones, too, stay off the driver
+    assert 0 < engine.bytes_received - before < 3 * 500  # those of a kilobyte, too, stay off the driver
     assert num_stored() == 3
     engine.call("b", "hold", refs[0])
     engine.call("a", "free", refs)

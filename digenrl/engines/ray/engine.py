@@ -39,6 +39,7 @@ from digenrl.engines.ray.surroundings import environment, import_path
 from digenrl.engines.ray.worker import Machine, Whereabouts, ask_for_stacks, read_log
 
 _SLICE_S = 0.2  # longest wait without a look at signals and deadlines
+_LOOK_S = 1e-3  # least time between looks that do not wait: one costs Ray a tenth of it
 _STOP_S = 5.0  # what a worker gets to end by itself
 _HOST_S = 20.0  # what another host gets to answer about a worker that does not
 _DEATH_S = 1.0  # in which the death that explains a lost object is heard of
@@ -75,7 +76,7 @@ class RayEngine(Engine):
     """Runs each worker as an actor of a Ray cluster, on any of its hosts.
 
     A worker's tasks run in the order in which they were submitted. What they put stays in Ray's object store, owned by
-    this process, which sees only references. A dead worker is not restarted by Ray.
+    this process, which sees only references, and of the tiniest the few bytes. A dead worker is not restarted by Ray.
 
     Example:
         >>> from digenrl.engines.ray import RayEngine
@@ -125,6 +126,7 @@ class RayEngine(Engine):
         self._log_positions: dict[str, int] = {}
         self._copies: dict[ray.ObjectRef[Any], tuple[Task, ObjectRef]] = {}  # on their way
         self._misses_hosts = False  # since the start
+        self._looked_s = 0.0  # when for results
         self.store = DriverStore(task_timeout_s)
 
     def reserve(self, workers: Mapping[str, Requirements]) -> None:
@@ -310,6 +312,9 @@ class RayEngine(Engine):
         if not heads:
             time.sleep(timeout_s)
             return
+        if timeout_s == 0 and time.monotonic() - self._looked_s < _LOOK_S:
+            return
+        self._looked_s = time.monotonic()
         ready, _ = ray.wait(list(heads), num_returns=1, timeout=timeout_s, fetch_local=False)
         if ready and len(heads) > 1:
             ready, _ = ray.wait(list(heads), num_returns=len(heads), timeout=0, fetch_local=False)
@@ -339,10 +344,12 @@ class RayEngine(Engine):
             call.task.finish(error=self._why_not_run(call, error))
             return
         state.calls.popleft()
-        self.bytes_received += len(message)
-        payload, num_made, serial, freed, text, self._log_positions[worker] = pickle.loads(message)
+        payload, num_made, num_inline, serial, freed, text, self._log_positions[worker] = pickle.loads(message)
+        self.bytes_received += len(message) + num_inline
         self._logs.add(worker, text)
-        kept = self.store.keep(call.objects, worker, range(num_made), serial) if num_made else None
+        kept = None
+        if num_made:
+            kept = self.store.keep(call.objects, worker, range(num_made), serial, is_inline=num_inline > 0)
         self.store.free_by_name(freed)
         value, failure = self.store.load(payload, kept)
         if failure is None:

@@ -23,8 +23,9 @@ import ray
 from digenrl.engines.engine import ObjectLost, ObjectRef, ObjectStore, WorkerTimeout
 from digenrl.engines.shared_memory import dump_parts
 
-_INLINE_BYTES = 100 * 1024  # Ray sends smaller results to the owner, the driver, instead of to the store
-_PADDING = np.zeros(_INLINE_BYTES, np.uint8)
+_MOST_INLINE_BYTES = 1000  # of what a task puts, to travel with its reply and with the tasks that read it
+_STORED_BYTES = 100 * 1024  # Ray sends smaller results to their owner, the driver, instead of to the store
+_PADDING = np.zeros(_STORED_BYTES, np.uint8)
 
 Serial = tuple[str, int]
 """Names what one task has put: who names it, and a number."""
@@ -52,10 +53,14 @@ def decode(encoded: Encoded) -> Any:
 class Kept:
     """The driver's hold on what one task put: Ray keeps it until each object of it was freed, or this is gone."""
 
-    def __init__(self, serial: Serial, ref: ray.ObjectRef[Any], maker: str, indices: Iterable[int]) -> None:
+    def __init__(
+        self, serial: Serial, ref: ray.ObjectRef[Any], maker: str, indices: Iterable[int], *, is_inline: bool
+    ) -> None:
         self.serial = serial
         self.ref: ray.ObjectRef[Any] | None = ref
         self.maker = maker
+        self.is_inline = is_inline
+        """Whether it is in this process, and so is never lost."""
         self._live = set(indices)
 
     def free(self, index: int) -> None:
@@ -111,11 +116,17 @@ class DriverStore(ObjectStore):
         kept, index = ref.address
         if kept.ref is None:
             raise ObjectLost(ref.worker)
-        return ObjectRef("driver", (self.keep(kept.ref, kept.maker, [index]), index), ref.num_bytes)
+        again = self.keep(kept.ref, kept.maker, [index], is_inline=kept.is_inline)
+        return ObjectRef("driver", (again, index), ref.num_bytes)
 
     def lost(self, refs: Sequence[ObjectRef]) -> list[ObjectRef]:
         """Name those of some objects that no host has any more, or that were freed."""
-        live = [ref for ref in refs if ref.address[0].ref is not None and ref.address[0].ref not in self._missed]
+        inline = {ref for ref in refs if ref.address[0].ref is not None and ref.address[0].is_inline}
+        live = [
+            ref
+            for ref in refs
+            if ref not in inline and ref.address[0].ref is not None and ref.address[0].ref not in self._missed
+        ]
         places = ray.experimental.get_object_locations([ref.address[0].ref for ref in live]) if live else {}
         hosts = {node["NodeID"] for node in ray.nodes() if node["Alive"]}  # Ray may name those that are gone, too
         here = {
@@ -123,14 +134,16 @@ class DriverStore(ObjectStore):
             for ref in live
             if not hosts.isdisjoint((place := places[ref.address[0].ref])["node_ids"]) or place["did_spill"]
         }
-        return [ref for ref in refs if ref not in here]
+        return [ref for ref in refs if ref not in here and ref not in inline]
 
     def note_missed(self, ref: ray.ObjectRef[Any]) -> None:
         """Note that Ray could not find an object, whatever it says of it."""
         self._missed.add(ref)
 
     def another_node(self, ref: ObjectRef) -> str | None:
-        """Name the node with the most room for objects among those that do not have this one."""
+        """Name the node with the most room for objects among those that do not have this one; None if it needs none."""
+        if ref.address[0].is_inline:
+            return None
         has_it = ray.experimental.get_object_locations([ref.address[0].ref])[ref.address[0].ref]["node_ids"]
         rooms = {
             node["NodeID"]: node["Resources"].get("object_store_memory", 0.0)
@@ -139,9 +152,17 @@ class DriverStore(ObjectStore):
         }
         return max(rooms, key=lambda node: rooms[node], default=None)
 
-    def keep(self, ref: ray.ObjectRef[Any], maker: str, indices: Iterable[int], serial: Serial | None = None) -> Kept:
+    def keep(
+        self,
+        ref: ray.ObjectRef[Any],
+        maker: str,
+        indices: Iterable[int],
+        serial: Serial | None = None,
+        *,
+        is_inline: bool = False,
+    ) -> Kept:
         """Hold what a task has put, under the name that its maker has given it, or one of the driver's."""
-        kept = Kept(serial or ("driver", next(self._numbers)), ref, maker, indices)
+        kept = Kept(serial or ("driver", next(self._numbers)), ref, maker, indices, is_inline=is_inline)
         self._kept[kept.serial] = kept
         return kept
 
@@ -219,6 +240,19 @@ class Arrived:
         return decode(self._source[self.index])
 
 
+class Made(NamedTuple):
+    """What a task leaves behind."""
+
+    values: tuple[Any, ...]
+    num_objects: int
+    num_inline_bytes: int
+    """Of the objects, if they travel with the reply."""
+    serial: Serial
+    """Of the objects."""
+    freed: tuple[tuple[Serial, int], ...]
+    """Objects of other tasks, by serial and index."""
+
+
 class WorkerStore(ObjectStore):
     """A worker's side: what a task puts is handed to Ray at its end."""
 
@@ -259,16 +293,23 @@ class WorkerStore(ObjectStore):
             else:
                 self._freed.append((ref.address.serial, ref.address.index))
 
-    def take(self) -> tuple[tuple[Any, ...], int, Serial, tuple[tuple[Serial, int], ...]]:
-        """Hand over what the task has put, how many objects that are, their serial, and what of others it has freed.
+    def take(self) -> Made:
+        """Hand over what the task has put, and what of other tasks' it has freed.
 
-        Few bytes are padded to as many as Ray sends to its store, and not to the driver.
+        What Ray would send to the driver is padded to as many bytes as it sends to its store, unless it is tiny: the
+        store costs a task two milliseconds.
         """
-        made, freed = tuple(self._made), tuple(self._freed)
-        padding = (_PADDING,) if made and self._num_bytes < _INLINE_BYTES else ()
-        serial = self._serial
+        is_inline = 0 < self._num_bytes <= _MOST_INLINE_BYTES
+        is_padded = _MOST_INLINE_BYTES < self._num_bytes < _STORED_BYTES
+        made = Made(
+            (*self._made, _PADDING) if is_padded else tuple(self._made),
+            len(self._made),
+            self._num_bytes if is_inline else 0,
+            self._serial,
+            tuple(self._freed),
+        )
         self._made, self._num_bytes, self._freed, self._num_tasks = [], 0, [], self._num_tasks + 1
-        return (*made, *padding), len(made), serial, freed
+        return made
 
     def load(self, arguments: bytes, sources: dict[Serial, Any]) -> Any:
         """Unpickle a task's arguments; `sources` are what their references stand for, by serial."""

@@ -94,14 +94,14 @@ class TaskRunner:
         except Exception as error:
             has_failed = True
             payload = self._store.dump((None, portable_error(error)))
-        made, num_made, serial, freed = self._store.take()
-        if has_failed:  # nobody would know of it
-            made, num_made = (), 0
+        made = self._store.take()
+        if has_failed:  # nobody would know of them
+            made = made._replace(values=(), num_objects=0, num_inline_bytes=0)
         sys.stdout.flush()
         sys.stderr.flush()
         most_bytes = _ALL_BYTES if method == "__stop__" else _MOST_LOG_BYTES
         text, self._log_position = read_log(self._log_file, self._log_position, most_bytes)
-        return pickle.dumps((payload, num_made, serial, freed, text, self._log_position)), made
+        return pickle.dumps((payload, *made[1:], text, self._log_position)), made.values
 
     def do_start(
         self, factory: bytes, env: Mapping[str, str], extra: Mapping[str, str], *, one_host: bool, kept: Sequence[str]

@@ -345,8 +345,8 @@ class DisaggregatedStrategy(SingleProcessStrategy):
 
     def pause(self) -> None:
         """Bring the generators up to date and keep them free until the next step."""
-        if self.steps is not None:
-            self.steps.pause()
+        if self._driver is not None:
+            self._driver.pause()
 
     # ---- checkpoints ---------------------------------------------------------------------------------------
 

@@ -9,28 +9,17 @@ from digenrl.strategies.step_book import WorkerSpan
 
 
 class StepWindow:
-    """Counts from where work for an optimizer step may begin to the weights it publishes."""
+    """Counts from the first batch of an optimizer step to the weights it publishes."""
 
     def __init__(self) -> None:
         self.num_batches = 0
         self.num_samples = 0
         self._start_s: float | None = None
-        self._paused_since_s: float | None = None
-        self._paused_s = 0.0
 
     def begin(self) -> None:
-        """Start the clock, with the first batch or before, where that is known ahead; or let it go on after a pause."""
-        now_s = time.monotonic()
+        """Start the clock with the first batch."""
         if self._start_s is None:
-            self._start_s = now_s
-        elif self._paused_since_s is not None:
-            self._paused_s += now_s - self._paused_since_s
-        self._paused_since_s = None
-
-    def pause(self) -> None:
-        """Stop the clock until `begin`: workers are at something that is none of the step's."""
-        if self._start_s is not None and self._paused_since_s is None:
-            self._paused_since_s = time.monotonic()
+            self._start_s = time.monotonic()
 
     def add(self, num_samples: int) -> None:
         """Count a batch."""
@@ -43,7 +32,7 @@ class StepWindow:
         """Sum up the window: times in seconds, utilization as shares, throughput over all workers."""
         assert self._start_s is not None, "an optimizer step without a batch"
         start_s, end_s = self._start_s, time.monotonic()
-        step_s = end_s - start_s - self._paused_s
+        step_s = end_s - start_s
 
         def busy_s(*tasks: str) -> float:
             return sum(entry.span.seconds for entry in spans if entry.task in tasks)

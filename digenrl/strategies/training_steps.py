@@ -110,18 +110,11 @@ class TrainingSteps:
             driver.durations.observe("optimizer", max(report.span.seconds for report in reports.values()))
         driver.announce_weights(strategy.policy_version)
         self._data.commit(self._window.num_batches)
-        spans = self._close_window(reports, norm, writes)
         if driver.has_step(self._module.next_step):
             # Workers do not wait until this process has logged and Lightning has gone round its loop.
-            self._window.begin()
             driver.start_step(self._module.next_step)
         self._log.write(self._module, self._num_accumulated)
-        return spans
-
-    def pause(self) -> None:
-        """Bring the generators up to date and keep them free until the next batch; no step's time runs meanwhile."""
-        self.driver.pause()
-        self._window.pause()
+        return self._close_window(reports, norm, writes)
 
     def begin_anew(self) -> None:
         """Go on with weights that were replaced, on idle workers."""

@@ -508,6 +508,20 @@ def test_files_stay_few_over_many_workers(local: LocalEngine) -> None:
     assert psutil.Process().num_fds() == before
 
 
+def test_a_signal_handler_may_call_workers_while_the_driver_waits(local: LocalEngine) -> None:
+    answers: list[int] = []
+    local.start("b", Bench)
+    handler = signal.signal(signal.SIGALRM, lambda *_: answers.append(local.call("b", "add", 1, 1)))
+    try:
+        slow = local.submit("a", "sleep", 1.0)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        local.gather([slow])
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    assert answers == [2]
+    assert local.call("a", "add", 1, 2) == 3
+
+
 def test_large_messages_may_cross(local: LocalEngine) -> None:
     size = 20_000_000
     tasks = [local.submit("a", "blob", size), local.submit("a", "length", b"y" * size), local.submit("a", "blob", size)]

@@ -136,11 +136,10 @@ class WeightPlane(ABC):
     def write_ahead(self, version: int) -> None:
         """Have the trainers hand over a version right after what they are asked to do before: `publish` is to follow.
 
-        Where a generator may still load what lies in its slot, nothing is done: `publish` then waits for it, and the
-        trainers for nobody.
+        Where the version that lies in its slot is not given up yet, nothing is done: `publish` then waits for who may
+        still load it, and the trainers for nobody.
         """
-        if all(task.is_done for earlier in self._in_slot_of(version) for task in self._loads[earlier]):
-            self._writes = version, self._submit_writes(version)
+        self._writes = None if self._in_slot_of(version) else (version, self._submit_writes(version))
 
     def publish(self, version: int, *, must_change: bool) -> dict[str, Span]:
         """Have the trainers hand over version `version`; from then on `load` gives it, and no other.
@@ -162,7 +161,8 @@ class WeightPlane(ABC):
         digests = self._joined_digests(version, written)
         is_equal = [old == new for old, new in zip(self._digests, digests, strict=False)]
         trained = [index for index, chunk in enumerate(self._chunks) if chunk.is_trained]
-        if must_change and is_equal and all(is_equal[index] for index in trained):
+        is_repeated = version == self._version  # after a worker's death
+        if must_change and not is_repeated and is_equal and all(is_equal[index] for index in trained):
             raise WeightSyncError(
                 f"version {version} has the very weights of version {version - 1} although the gradient was not "
                 "zero: the optimizer does not hold the policy's parameters, or its step is below their resolution."

@@ -334,6 +334,39 @@ def test_what_a_version_was_sent_in_is_not_used_again_before_all_have_it(
     plane.close()
 
 
+@pytest.mark.parametrize("kind", PLANES)
+def test_what_was_written_ahead_is_published_and_only_where_its_slot_is_free(local: Engine, kind: str) -> None:
+    plane = plane_of(local, {"trainer": PlaneWorker, "one": PlaneWorker}, kind)
+    writes = []
+    submit = local.submit
+
+    def watch(worker: str, method: str, /, *args: object, **kwargs: object) -> Task:
+        if method == "write_weights":
+            writes.append(args[0])
+        return submit(worker, method, *args, **kwargs)
+
+    local.submit = watch  # type: ignore[method-assign]
+    plane.publish(0, must_change=False)
+    local.call("trainer", "nudge", 0.1)
+    plane.write_ahead(1)
+    assert writes == [0, 1]
+    local.gather(publish(plane, 1, must_change=True))
+    assert writes == [0, 1]
+    assert local.call("one", "weights") == local.call("trainer", "weights")
+    plane.publish(1, must_change=True)  # repeated, as after a death
+    plane.write_ahead(3)  # where version 1 lies, whose load is not noted yet
+    assert writes == [0, 1, 1]
+    local.call("trainer", "nudge", 0.1)
+    plane.write_ahead(2)
+    local.kill("trainer")
+    build(local, "trainer", PlaneWorker)
+    local.call("trainer", "nudge", 0.7)
+    plane.rejoin("trainer")
+    local.gather(publish(plane, 2, must_change=True))  # what the one that died has written is forgotten
+    assert local.call("one", "weights") == local.call("trainer", "weights")
+    plane.close()
+
+
 def test_objects_are_freed_but_for_the_last_versions(local: Engine) -> None:
     plane = plane_of(local, {"trainer": PlaneWorker, "one": PlaneWorker}, "object_store")
     counts = []

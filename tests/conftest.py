@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-# Before torch is imported, here and in all workers. Processors round differently, and two ways to the same gradient
-# differ by almost the bound of 1e-6 in places: with one set of instructions a test passes everywhere or nowhere.
+# Before torch is imported, here and in all workers. Processors round differently, and what two ways to the same gradient
+# differ by is close to the bound of 1e-6 in places: one set of instructions makes a test pass everywhere or nowhere.
 if platform.machine() == "x86_64":
     for name, instructions in {
         "ATEN_CPU_CAPABILITY": "avx2",

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import signal
 import sys
 from collections.abc import Iterator
 
 import pytest
-
-# Before torch is imported, here and in all workers. Processors round differently, and what two ways to the same gradient
-# differ by is close to the bound of 1e-6 in places: one set of instructions makes a test pass everywhere or nowhere.
-if platform.machine() == "x86_64":
-    for name, instructions in {
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "MKL_CBWR": "AVX2",
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
-    }.items():
-        os.environ.setdefault(name, instructions)
 
 
 @pytest.fixture

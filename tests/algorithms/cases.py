@@ -23,7 +23,7 @@ CASES: dict[str, tuple[type[DiffusionRLModule], dict[str, Any]]] = {
     "FlowGRPO-CPS": (FlowGRPO, {"timestep_fraction": 0.8, "clip_range": 1e-2, "kernel": "cps", "noise_level": 0.8}),
     "FlowGRPO-Fast": (FlowGRPO, {"sde_window": 2, "sde_window_range": (0, 4), "clip_range": 1e-2}),
     "FlowGRPO-KL": (FlowGRPO, {"timestep_fraction": 0.8, "clip_range": 1e-2, "kl_beta": 0.5}),
-    "FlowGRPO-guided": (FlowGRPO, {"timestep_fraction": 0.8, "clip_range": 1e-2, "guidance_scale": 2.0}),
+    "FlowGRPO-guided": (FlowGRPO, {"timestep_fraction": 0.8, "clip_range": 1e-2, "guidance_scale": 1.5}),
     "FlowGRPO-batch": (FlowGRPO, {"timestep_fraction": 0.8, "clip_range": 1e-2, "advantage_scope": "batch"}),
     "FlowGRPO-batch-KL": (
         FlowGRPO,
@@ -160,7 +160,7 @@ CASES: dict[str, tuple[type[DiffusionRLModule], dict[str, Any]]] = {
     "CRD-2-updates": (
         CRD,
         {
-            "num_trained_timesteps": 3,
+            "num_trained_timesteps": 4,
             "adaptive_distance": False,
             "kl_beta": 0.0,
             "sampler_flat": 0,

@@ -44,7 +44,9 @@ def test_trainers_have_the_generators_negative_prompts(tiny_pipeline: Callable[[
     path, file = tiny_pipeline("qwen"), tmp_path / "prompts.jsonl"
     rows = [{"prompt": text, **entry} for text, entry in zip(PROMPTS, METADATA, strict=False)]
     file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    strategy = DisaggregatedStrategy(1, 1, engine="inline", groups_per_micro_batch=2, trainer_assist="off")
+    strategy = DisaggregatedStrategy(
+        1, 1, engine="inline", groups_per_micro_batch=2, timestep_batch_size=1, trainer_assist="off"
+    )
     disaggregated, colocated, without = (
         step_gradient(FAMILY, path, how, data=PromptData(prompts, prompts_per_step=2, seed=0), guidance_scale=4.0)
         for how, prompts in ((strategy, file), ("auto", file), ("auto", PROMPTS[:2]))

@@ -97,7 +97,7 @@ class Kernel(ABC):
         def elementwise(row_values: Tensor) -> Tensor:
             return append_dims(row_values, latents.ndim)
 
-        # latents + velocity (next_sigma - sigma) - predicted noise * pull, in two passes over the latents
+        # Fewer passes over the latents round more: a guided gradient then differs by over 1e-6 between batch sizes.
         predicted_noise = latents + velocity * elementwise(1 - sigma)
         mean = latents + velocity * elementwise(next_sigma - sigma) - predicted_noise * elementwise(pull)
         if next_latents is None:
